@@ -148,6 +148,12 @@ def quantize(
         return quantize_model(
             model, choose_supported_rounding(make_memory_source(model), wanted) if is_open else wanted
         )
+    needless = [option_name(name) for name, value in reads.items() if value is not None]
+    if needless and not _quantizes_weights(wanted):
+        raise UsageError(
+            f"{' and '.join(needless)} affect only how weights are rounded, and this recipe leaves them at 16 bits; "
+            f"leave them out, or give {option_name('weights', '4:g32')}"
+        )
     check_push(push, output or "")
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
     source = _open(model, weights_only, kept, weight_rules)
@@ -243,12 +249,15 @@ def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | No
     return EFFORTS[effort]
 
 
+def _quantizes_weights(recipe: Recipe) -> bool:
+    return any(scheme.quantizes for scheme in (recipe.weights, *recipe.weight_overrides.values()))
+
+
 def _note_what_is_missing(source: "Source | WeightSource", recipe: Recipe, asks_for_weights: bool) -> None:
     """Print a note if no weight is quantized, or if the folder will have no tokenizer."""
     from diffquant.checkpoints.tokenizer import has_tokenizer
 
-    is_plain = not any(scheme.quantizes for scheme in (recipe.weights, *recipe.weight_overrides.values()))
-    if is_plain and not source.packed and not asks_for_weights:
+    if not _quantizes_weights(recipe) and not source.packed and not asks_for_weights:
         say("note: no weight is quantized; this recipe's cache and logits apply only when diffquant runs the folder")
     if not has_tokenizer(source.path):
         say(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -71,6 +71,7 @@ def test_scales_of_any_block_are_read_as_gguf_reads_them_and_written_again(seed)
     assert torch.equal(scheme.format.unpack_scale(scheme.format.pack_scale(scale)), scale)
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_fitted_scales_are_never_worse_than_absmax_by_their_own_weights(seed, weighted):
     values = weight(seed)
