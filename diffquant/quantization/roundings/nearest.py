@@ -100,10 +100,19 @@ def search_scale(
     # If squares overflow, the absmax scale is kept.
     best, least = number_format.storable(largest, dtype), torch.full_like(largest, torch.inf)
     shares = number_format.trials or [1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)]
-    for share in shares:
-        scale = number_format.storable(largest * share, dtype)
+
+    def better(scale: Tensor) -> tuple[Tensor, Tensor]:
         error = _squared_error(values, scale, number_format, weights)
-        best, least = torch.where(error < least, scale, best), error.minimum(least)
+        return torch.where(error < least, scale, best), error.minimum(least)
+
+    for share in shares:
+        best, least = better(number_format.storable(largest * share, dtype))
+    if number_format.refits_scale:
+        levels = nearest_levels(values, best, number_format)
+        pull = levels if weights is None else levels * weights
+        tiny = torch.finfo(levels.dtype).tiny
+        fitted = (pull * values).sum(-1, keepdim=True) / (pull * levels).sum(-1, keepdim=True).clamp(min=tiny)
+        best, least = better(number_format.storable(fitted, dtype))
     return best
 
 

@@ -33,6 +33,7 @@ class NumberFormat(ABC):
         spans_tensor: whether each scale of a weight depends on the largest magnitude of the whole weight.
         fits_errors: whether scales minimize the rounding error, so the largest magnitude alone does not define them.
         trials: multiples of the absmax scale that error-minimizing roundings try; empty for the width's default.
+        refits_scale: whether these roundings also try the scale of least squared error for the best trial's levels.
         has_tiles: whether a weight may have one scale per square block.
         for_weights_only: whether only weights may have this format.
         scales_per_step: number of neighbouring scales of a row that are multiples of one step; 1 if scales are free.
@@ -45,6 +46,7 @@ class NumberFormat(ABC):
     spans_tensor: ClassVar[bool] = False
     fits_errors: ClassVar[bool] = False
     trials: ClassVar[tuple[float, ...]] = ()
+    refits_scale: ClassVar[bool] = False
     has_tiles: ClassVar[bool] = False
     for_weights_only: ClassVar[bool] = False
     scales_per_step: ClassVar[int] = 1

@@ -5,6 +5,7 @@ No level is 0: a weight of 0 becomes 1 · scale, except in a group of zeros, who
 Source: ggml, src/ggml-common.h (`kvalues_iq4nl`, `block_iq4_nl`, `block_iq4_xs`) and src/ggml-quants.c.
 """
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
@@ -28,7 +29,8 @@ class Iq4Nl(NumberFormat):
     for_weights_only = True
     stores_shape = False
     # Negative ones map the largest magnitude to a positive level.
-    trials = tuple(sign * (1.3 - n / 40) for sign in (1, -1) for n in range(27))
+    trials = tuple(sign * (1.3 - n / 20) for sign in (1, -1) for n in range(11))
+    refits_scale = True
 
     def __init__(self, name: str, block: int = 32) -> None:
         self.name, self.block = name, block  # type: ignore[misc]
@@ -50,12 +52,16 @@ class Iq4Nl(NumberFormat):
     def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
         return scale.clamp(-_largest_half(), _largest_half()).to(dtype)
 
-    def nearest_(self, ratio: "Tensor") -> "Tensor":
-        """Round to levels in place; a tie may go either way, which costs the same."""
+    def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+        """Return the codes of the levels nearest to x / scale, which may be negative. Ties go to the higher code."""
         import torch
 
-        levels = torch.tensor(self.levels, dtype=ratio.dtype, device=ratio.device)
-        return ratio.copy_(levels[torch.bucketize(ratio, (levels[1:] + levels[:-1]) / 2, out_int32=True)])
+        from diffquant.recipe.numbers.absmax import compute_dtype
+
+        return _look_up(_nearest_levels()[1].to(torch.int8), x.to(compute_dtype(x)) / scale)
+
+    def nearest_(self, ratio: "Tensor") -> "Tensor":
+        return ratio.copy_(_look_up(_nearest_levels()[0], ratio))
 
 
 class Iq4Xs(Iq4Nl):
@@ -142,6 +148,24 @@ class Iq4Xs(Iq4Nl):
             raise UsageError(f"{self.name} needs rows of a multiple of {size} values; use iq4_nl for the others")
         parts: Tensor = scale.unflatten(dim, (-1, self.scales_per_step))
         return parts
+
+
+@cache
+def _nearest_levels() -> "tuple[Tensor, Tensor]":
+    """Return the level, and its code, nearest to each interval of length 1/2 from -128 on; ties are at their ends."""
+    import torch
+
+    levels = torch.tensor(Iq4Nl.levels, dtype=torch.float32)
+    places = torch.bucketize((torch.arange(512) - 255.5) / 2, (levels[1:] + levels[:-1]) / 2)
+    return levels[places], places - Iq4Nl.zero
+
+
+def _look_up(table: "Tensor", ratio: "Tensor") -> "Tensor":
+    """Return the table's entry for each ratio, also for NaN, as of zeros and a scale of 0."""
+    import torch
+
+    places = (ratio * 2).nan_to_num_().floor_().clamp_(-256, 255).add_(256).to(torch.int32)
+    return torch.index_select(table.to(ratio.device), 0, places.flatten()).view(ratio.shape)
 
 
 def _multiples(scale: "Tensor", step: "Tensor") -> "Tensor":
