@@ -151,8 +151,8 @@ def quantize(
     needless = [option_name(name) for name, value in reads.items() if value is not None]
     if needless and not _quantizes_weights(wanted):
         raise UsageError(
-            f"{' and '.join(needless)} affect only how weights are rounded, and this recipe leaves them at 16 bits; "
-            f"leave them out, or give {option_name('weights', '4:g32')}"
+            f"leave out {' and '.join(needless)}, or give {option_name('weights', '4:g32')}: only the rounding of "
+            "weights uses such options, and this recipe rounds none"
         )
     check_push(push, output or "")
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
