@@ -13,6 +13,11 @@ RESULTS = {
 }
 IQ4_XS, IQ4_NL = (f"llama.cpp {name}, imatrix" for name in ("IQ4_XS", "IQ4_NL"))
 
+SHOWN = [
+    *("mse iq4_xs, imatrix", "gptq iq4_xs", "tuned iq4_xs", IQ4_XS),
+    *("tuned iq4_nl", IQ4_NL, "tuned 4:g32"),
+]
+
 
 def kl(model: str, method: str) -> float:
     """Mean KL in nats on text elsewhere."""
@@ -41,6 +46,18 @@ def less(ours: str, other: str) -> list[float]:
     return [1 - kl(model, ours) / kl(model, other) for model in both]
 
 
+def of(model: str, ours: str, other: str) -> Difference:
+    """KL of one method minus another's on text elsewhere.
+
+    Raises:
+        LookupError: one of them kept no windows.
+    """
+    found = kl_less(RESULTS[model], ours, other)[1]
+    if found is None:
+        raise LookupError(f"{ours} or {other} kept no windows")
+    return found
+
+
 def leads(ours: str, other: str) -> bool:
     """Whether one method has less KL than another on all models and texts, and no interval contains zero."""
     return all(each.high < 0 for each in differences(ours, other))
@@ -52,4 +69,4 @@ def levels_table(methods: list[str]) -> str:
         [model, *(f"{kl(model, name):.4f}" if name in each["results"] else "–" for name in methods)]
         for model, each in RESULTS.items()
     ]
-    return table(["KL, nats", *methods], rows)
+    return table(["KL, nats", *(name.replace(", imatrix", "") for name in methods)], rows)
