@@ -99,7 +99,7 @@ class BenchResult:
         key = (cell.section, cell.workload, cell.baseline, cell.unit)
         return cell.times_better(next((other for other in self.cells if other.key == key), None))
 
-    def of_roofline(self, cell: BenchCell) -> float | None:
+    def roofline_fraction(self, cell: BenchCell) -> float | None:
         """Return a cell's speed as a fraction of the roofline, or None if its operations and bytes were not counted."""
         limits = self._limits(cell)
         return max(limits) * 1e3 / cell.median if limits and cell.median else None
@@ -125,7 +125,7 @@ class BenchResult:
         """Return plain data for JSON; each cell includes its ratio and its fraction of the roofline."""
         cells = []
         for cell in self.cells:
-            derived = {"ratio": self.ratio(cell), "of_roofline": self.of_roofline(cell)}
+            derived = {"ratio": self.ratio(cell), "of_roofline": self.roofline_fraction(cell)}
             found = {name: value for name, value in derived.items() if value is not None}
             cells.append(cell.to_dict() | found | ({"cached": True} if self.is_cached(cell) else {}))
         parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}

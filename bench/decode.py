@@ -9,7 +9,7 @@ from diffquant.attention import BACKENDS
 from diffquant.benchmarks import roofline
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
 from diffquant.benchmarks.roofline import Count
-from diffquant.benchmarks.workloads import HeldCall, Workload, differential, held_by
+from diffquant.benchmarks.workloads import HeldCall, Workload, differential, get_held_object
 from diffquant.family.call import AttentionCall
 from diffquant.recipe import Recipe
 
@@ -33,7 +33,7 @@ def make_unpacked_peer(bits: int) -> Peer:
         return _held_call(call, layer, layer.stored_keys.read(), layer.stored_values.read())
 
     def attention(call: AttentionCall) -> Tensor:
-        layer = held_by(call)
+        layer = get_held_object(call)
         now = _held_call(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
 
@@ -54,7 +54,7 @@ def make_fused_peer(bits: int) -> Peer:
         return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
 
     def attention(call: AttentionCall) -> Tensor:
-        return decode_attention(call, held_by(call))
+        return decode_attention(call, get_held_object(call))
 
     return Peer(attention, lambda work: _count(work, bits), make, missing=missing, facts=_facts)
 

@@ -15,7 +15,7 @@ from diffquant.attention.backends.composed import flashdiff1, flashdiff2
 from diffquant.attention.naive import naive
 from diffquant.benchmarks import roofline
 from diffquant.benchmarks.roofline import Count
-from diffquant.benchmarks.workloads import HeldCall, Workload, differential, held_by, transformer
+from diffquant.benchmarks.workloads import HeldCall, Workload, differential, get_held_object, transformer
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.recipe.scheme import FULL, Scheme
@@ -199,7 +199,7 @@ def _diffllama_call(implementation: str, work: Workload, device: str) -> Attenti
 
 def _diffllama(call: AttentionCall) -> Tensor:
     """Run the call's DiffLlama module; return its output [B, h, T, dv] after the norm."""
-    output: Tensor = held_by(call)()
+    output: Tensor = get_held_object(call)()
     return output
 
 
@@ -242,7 +242,9 @@ PEERS: dict[str, Peer] = {
     "DIFF, fused, int8 QK, fp8 PV, specialized": _kernel("triton-fp8-specialized", tolerance=0.1),
     "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, roofline.eager, logits=ROW_8),
     **{
-        f"DIFF, simulated logits {scheme}": Peer(_simulate_logits(scheme), roofline.count_two_passes, logits=scheme)
+        f"DIFF, simulated logits {scheme}": Peer(
+            _simulate_logits(scheme), roofline.count_simulated_logits, logits=scheme
+        )
         for scheme in (ROW_8, ROW_SHIFT_8)
     },
 }

@@ -126,7 +126,7 @@ def _tables(result: BenchResult) -> dict[tuple[str, str], tuple[Table, list[str]
 
 
 def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
-    ratio, share = result.ratio(cell), result.of_roofline(cell)
+    ratio, share = result.ratio(cell), result.roofline_fraction(cell)
     return [
         cell.path,
         f"{cell.median:.4g} {cell.unit}",

@@ -38,11 +38,11 @@ def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[s
     best = {name: min(times) / 1e3 for name, times in run_in_turns(calls, repeats).items()}
     matmul = {name: 2 * side**3 / best[name] for name in dtypes}
     speeds = {"copy": {"bytes a second": 2 * data.nbytes / best["copy"]}, "matmul": matmul}
-    cache = largest_cache(device)
+    cache = hardware_cache_bytes(device)
     return speeds if cache is None else speeds | {"cache": {"bytes": cache}}
 
 
-def largest_cache(device: str) -> int | None:
+def hardware_cache_bytes(device: str) -> int | None:
     """Return the size in bytes of a device's largest cache, which cores may share, or None if unknown."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -76,7 +76,7 @@ def count_four_calls(work: Workload) -> Count:
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1)
 
 
-def count_two_passes(work: Workload) -> Count:
+def count_simulated_logits(work: Workload) -> Count:
     """Count simulated logits, which are computed twice: for their scales, and to be rounded."""
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1)
 

@@ -43,7 +43,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
             f"{option_name('tune')} tries kernels on a CUDA device: give {option_name('device', 'cuda')} where "
             f"there is one"
         )
-    tables = shipped_configs()
+    tables = active_configs()
     check_written_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
     here = f"/{device_class(torch.device('cuda'))}/"
     keys = [key for key in tables if here in key]
@@ -64,7 +64,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
     return "\n".join([*lines, f"wrote {len(tuned)} of {len(keys)} entries to {path}"])
 
 
-def shipped_configs() -> dict[str, Config]:
+def active_configs() -> dict[str, Config]:
     """Return the active configurations of all kernels by key."""
     # Imported here because they need Triton, which may not be installed on a machine without a GPU.
     from diffquant.kernels.attention import prefill_int8, prefill_simulated

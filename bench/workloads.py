@@ -132,7 +132,7 @@ class HeldCall(AttentionCall):
     held: Any = None
 
 
-def held_by(call: AttentionCall) -> Any:
+def get_held_object(call: AttentionCall) -> Any:
     """Return the `held` of a call, which the peer's `make` set.
 
     Raises:

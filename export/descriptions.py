@@ -80,7 +80,7 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
             "present_value_names": "present.%d.value",
         },
     }
-    if plan.source.architecture.keeps_states:
+    if plan.source.architecture.has_recurrent_states:
         decoder["inputs"] |= {"past_conv_names": "past_conv.%d", "past_recurrent_names": "past_ssm.%d"}
         decoder["outputs"] |= {"present_conv_names": "present_conv.%d", "present_recurrent_names": "present_ssm.%d"}
     model: dict[str, Any] = {
@@ -136,7 +136,7 @@ def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
     """
     config, spec, architecture = plan.config, plan.spec, plan.source.architecture
     kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    if architecture.keeps_states:
+    if architecture.has_recurrent_states:
         # A layer's type decides whether its inputs are states, keys and values, or nothing.
         mixers = [next(iter(blocks.values())) for blocks in architecture.layers]
         types = [

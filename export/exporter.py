@@ -33,8 +33,8 @@ from diffquant.onnx.graph.plan import (
     CACHE_LIMIT,
     ExportPlan,
     Scales,
+    activation_schemes,
     plan_export,
-    rounded_inputs,
     static_scales,
 )
 from diffquant.onnx.graph.streaming import Streamed, place, write
@@ -296,7 +296,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
             f"the checkpoint's recipe ({schemes}) is not part of the export; give "
             f"{option_name('kv')} or {option_name('logits')} to include it"
         )
-    if inputs := rounded_inputs(plan.source):
+    if inputs := activation_schemes(plan.source):
         notes.append(
             f"ONNX Runtime rounds activations to 8 bits with one scale per block of a weight's columns, absmax / 127, "
             f"in place of the recipe's activations {' or '.join(inputs)}"

@@ -89,7 +89,7 @@ class ExportOptions:
         return Recipe(weights=self.weights, k=cache, v=cache, logits=self.logits)
 
     @property
-    def has_own_products(self) -> bool:
+    def has_custom_matmuls(self) -> bool:
         """Whether int8 matmuls are nodes of diffquant's op, for which the native library has kernels.
 
         These kernels need float32 activations and run on the CPU; a page in a browser cannot load the library.

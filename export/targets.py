@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExportTarget:
+class ExportFormat:
     """An export format whose folders a runtime opens directly. A separate command writes it.
 
     GGUF is not one: a GGUF file is opened as a checkpoint. The functions import their libraries when called, since
@@ -39,17 +39,17 @@ def _load_onnx_runtime() -> "Runtime":
     return OnnxRuntime()
 
 
-ONNX = ExportTarget("onnx", lambda folder: model_file(folder).is_file(), _load_onnx_runtime)
+ONNX = ExportFormat("onnx", lambda folder: model_file(folder).is_file(), _load_onnx_runtime)
 TARGETS = {ONNX.name: ONNX}
 
 
-def register(target: ExportTarget) -> ExportTarget:
+def register(target: ExportFormat) -> ExportFormat:
     """Add a target to `TARGETS`, and return it."""
     TARGETS[target.name] = target
     return target
 
 
-def target_of(folder: Path) -> ExportTarget | None:
+def target_of(folder: Path) -> ExportFormat | None:
     """Return the export format of a folder, or None if it is a checkpoint."""
     return next((target for target in TARGETS.values() if target.opens(folder)), None)
 

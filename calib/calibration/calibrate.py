@@ -177,7 +177,7 @@ def calibrate(
     device = resolve_device(places.device if places else device)
     open_corpora(text)  # before the model is loaded
     source = open_source(path)
-    source.transformer("calibrate")
+    source.require_transformer("calibrate")
     tokenizer = source.tokenizer
     model = load(source, Recipe(), resolve_dtype(dtype, device), device, device_map=places)
     calibration = read_calibration(text, tokenizer, model.config, window, tokens)

@@ -71,7 +71,7 @@ class Budget:
         if self.nbytes is not None and any(unit.target != "weights" for unit in units):
             raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
         for group, limit in self.limits(units):
-            narrowest, *_, widest = sort_by_size(group, widths)
+            narrowest, *_, widest = sort_widths(group, widths)
             least = total(group, narrowest)
             if least > limit * (1 + 1e-9):
                 elements = sum(unit.elements for unit in group)
@@ -83,7 +83,7 @@ class Budget:
                     f"{format_width(narrowest)} take {needed}, scales included; raise {option_name('budget')}, or add "
                     f"a narrower width to {option_name('bits')}"
                 )
-        if all(total(group, sort_by_size(group, widths)[-1]) < limit for group, limit in self.limits(units)):
+        if all(total(group, sort_widths(group, widths)[-1]) < limit for group, limit in self.limits(units)):
             raise UsageError(
                 f"the budget of {self} allows everything at {format_width(widest)}, the widest width; there is nothing "
                 "to search"
@@ -95,7 +95,7 @@ def total(units: Sequence[Unit], width: Width) -> float:
     return sum(unit.stored[width] for unit in units)
 
 
-def sort_by_size(units: Sequence[Unit], widths: Sequence[Width]) -> list[Width]:
+def sort_widths(units: Sequence[Unit], widths: Sequence[Width]) -> list[Width]:
     """Sort widths by the units' bytes, the smallest first."""
     return sorted(widths, key=lambda width: (total(units, width), code_width(width)))
 
@@ -155,7 +155,7 @@ def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget
     """Return widths that use up the budget without measurements: two neighbouring widths alternate over the units."""
     chosen: Allocation = {}
     for group, limit in budget.limits(units):
-        totals = {width: total(group, width) for width in sort_by_size(group, widths)}
+        totals = {width: total(group, width) for width in sort_widths(group, widths)}
         low = [width for width, stored in totals.items() if stored <= limit * (1 + 1e-9)][-1]
         high = next((width for width, stored in totals.items() if stored > totals[low]), low)
         share = (limit - totals[low]) / max(totals[high] - totals[low], 1e-9)

@@ -71,7 +71,7 @@ class Measurement:
         elements: number of its elements; see `Unit.elements`.
         kl: KL in nats by width, the widest first; see `Sensitivity.measure_cost`.
         attention: relative error of attention's output by width, the widest first; see `Sensitivity.measure_cost`.
-        chosen: chosen width, or None if it is a part of a layer (see `find_parts`), which gets no width.
+        chosen: chosen width, or None if it is a part of a layer (see `find_measured_parts`), which gets no width.
     """
 
     name: str
@@ -96,7 +96,7 @@ class SearchResult:
         measurements: costs of the units.
         recipe: searched recipe.
         settings: settings that the measurements depend on.
-        parts: costs of parts of layers (see `find_parts`), or None if they were not measured.
+        parts: costs of parts of layers (see `find_measured_parts`), or None if they were not measured.
     """
 
     model: str

@@ -74,7 +74,7 @@ def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
         raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")
 
 
-def check_lines_output(file: Path, made: Path) -> None:
+def check_types_output(file: Path, made: Path) -> None:
     """Check, before a search, that a file for llama-quantize can be written, and would replace only such a file.
 
     Args:

@@ -91,7 +91,7 @@ def find_units(
     return sorted(units, key=lambda unit: unit.layer)
 
 
-def find_parts(source: Source, granularity: str) -> list[Unit]:
+def find_measured_parts(source: Source, granularity: str) -> list[Unit]:
     """Return parts of layers that are measured but get no width, ordered by layer.
 
     These are each map's rows of the query projections (and of the key projections if the maps do not share keys), and

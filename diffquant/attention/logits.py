@@ -88,7 +88,7 @@ def binds_maps(scheme: Scheme) -> bool:
     return scheme.quantizes and (scheme.has("alike") or scheme.sharing.binds_pairs)
 
 
-def to_rounded_form(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+def to_mean_and_difference(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
     """Return the tensors to round: each map's logits, or with `alike` their mean and half difference, in place."""
     if not scheme.has("alike") or len(prepared) == 1:
         return list(prepared)
@@ -97,8 +97,8 @@ def to_rounded_form(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
     return [first.add_(half), half]
 
 
-def from_rounded_form(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """Return each map's logits from the rounded tensors; the inverse of `to_rounded_form`."""
+def from_mean_and_difference(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+    """Return each map's logits from the rounded tensors; the inverse of `to_mean_and_difference`."""
     if not scheme.has("alike") or len(rounded) == 1:
         return list(rounded)
     mean, half = rounded
@@ -109,7 +109,7 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
     """Compute the largest |logit| among the entries that share a scale, one tensor per map.
 
     Args:
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`; the second has fewer heads if
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`; the second has fewer heads if
             pairs share noise maps and `binds_maps` is false.
         scheme: scheme of the logits.
         ranges: calibrated ranges of a static scheme, one for each head of the first map, then of the second.
@@ -135,7 +135,7 @@ def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     return levels.mul_(scale)
 
 
-def round_maps(
+def round_call_logits(
     call: AttentionCall,
     prepared: Sequence[Tensor],
     visible: Tensor | None,
@@ -147,8 +147,8 @@ def round_maps(
 
     Args:
         call: call that gives the scheme and the meter; at 16 bits nothing is rounded.
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
-        visible, is_first: as in `count_logits`.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`.
+        visible, is_first: as in `record_logits`.
         largest: the `magnitudes` of `prepared`, or None to compute them here.
     """
     scheme = call.logits
@@ -156,12 +156,12 @@ def round_maps(
         largest = largest or magnitudes(prepared, scheme, call.ranges)
         scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in largest]
         if call.meter is not None:
-            count_logits(call.meter, prepared, largest, scales, visible, scheme, is_first=is_first)
+            record_logits(call.meter, prepared, largest, scales, visible, scheme, is_first=is_first)
         prepared = [round_logits(x, scale, scheme) for x, scale in zip(prepared, scales, strict=True)]
-    return from_rounded_form(prepared, scheme)
+    return from_mean_and_difference(prepared, scheme)
 
 
-def count_logits(
+def record_logits(
     meter: Meter,
     prepared: Sequence[Tensor],
     largest: Sequence[Tensor],
@@ -177,7 +177,7 @@ def count_logits(
 
     Args:
         meter: meter to add to.
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`.
         largest, scales: the `magnitudes` of `prepared`, and the scales computed from them.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
@@ -255,7 +255,7 @@ def _round_weights(weights: Tensor, scheme: Scheme) -> Tensor:
         return _simulate(
             weights, scheme.format, weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
         )
-    number_format = scheme.format.bound_to(torch.ones(1))
+    number_format = scheme.format.with_tensor_scale(torch.ones(1))
     keys, size = weights.shape[-1], scheme.size or 1
     groups = pad(weights, (0, -keys % size)).unflatten(-1, (-1, size))
     return _simulate(groups, number_format, number_format.scale(groups, -1)).flatten(-2)[..., :keys]

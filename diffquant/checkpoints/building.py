@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.checkpoints.compressed_tensors import GLOBAL, SCALE, codes_suffix, packed_shapes, unpack_parts
-from diffquant.checkpoints.placement import EMBEDDING, Placement, ReadByLayer, Spread
+from diffquant.checkpoints.placement import EMBEDDING, LayerwisePlacement, Placement, Spread
 from diffquant.checkpoints.places import Places
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.checkpoints.source import Source
@@ -117,7 +117,7 @@ def build_model(
         placement = Spread(model, places, dtype)
     if by_layer:
         packed = False
-        placement = ReadByLayer(model, lambda rows: _convert(read_rows(rows), dtype, EMBEDDING))
+        placement = LayerwisePlacement(model, lambda rows: _convert(read_rows(rows), dtype, EMBEDDING))
     if packed is None:
         packed = has_packed_kernels(device, dtype)
     packed_schemes = _packable_schemes(source) if packed else {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_config import states_cache
+from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
@@ -46,7 +46,7 @@ def stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]
     Raises:
         CheckpointError: a scale is not finite and above zero.
     """
-    if not states_cache(checkpoint.config):
+    if not has_kv_cache_scheme(checkpoint.config):
         return {}
     rows, ranges = adapter.architecture.token_rows, dict[str, Tensor]()
     for key, name in scale_names(adapter).items():

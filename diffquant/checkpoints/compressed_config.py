@@ -74,7 +74,7 @@ def quantization_config(
     }
 
 
-def states_cache(config: Mapping[str, Any]) -> bool:
+def has_kv_cache_scheme(config: Mapping[str, Any]) -> bool:
     """Return whether config.json has a recipe of diffquant, with its cache given as a `kv_cache_scheme`."""
     entry = config.get("quantization_config")
     is_stated = isinstance(entry, Mapping) and entry.get("kv_cache_scheme") == STATIC_CACHE
@@ -100,7 +100,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
                 f"config.json has no quantization_config, yet the weights of {first_few(modules, ', ')} are packed"
             )
         return {}
-    groups = _read_groups(entry, records_activations(config), states_cache(config))
+    groups = _read_groups(entry, has_input_schemes(config), has_kv_cache_scheme(config))
     schemes = pick_targets(modules, groups)
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:
@@ -157,7 +157,7 @@ def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def records_activations(config: Mapping[str, Any]) -> bool:
+def has_input_schemes(config: Mapping[str, Any]) -> bool:
     """Return whether a folder's recipe has a scheme for the inputs of its Linears."""
     recorded = config.get("diffquant_config")
     recipe = recorded.get("recipe") if isinstance(recorded, Mapping) else None

@@ -41,7 +41,7 @@ def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         The tensors by their names in the module, "weight_packed" and others, as in the module's docstring.
     """
     values = weight.float()
-    scheme = scheme.bound_to(values.abs().amax())
+    scheme = scheme.with_tensor_scale(values.abs().amax())
     scale = weight_scale(values, scheme, scheme.format.scale_dtype(weight.dtype))
     parts = pack_rows(weight_codes(values, scale, scheme), scale, scheme) | pack_shared(tuple(weight.shape), scheme)
     return {suffix.removeprefix("."): part for suffix, part in parts.items()}

@@ -41,7 +41,7 @@ def check_conversion(target: str, source: Source) -> None:
     if target not in (*_SOURCE_TYPES, ROTATED):
         raise UsageError(f"cannot convert to {target!r}; choose from {', '.join((*_SOURCE_TYPES, ROTATED))}")
     if target == ROTATED:
-        source.transformer(f"convert with {option_name('to', ROTATED)}")
+        source.require_transformer(f"convert with {option_name('to', ROTATED)}")
         return
     model_type = source.model_type
     if model_type != _SOURCE_TYPES[target]:
@@ -95,7 +95,7 @@ _ROTARY = ("rope_theta", "rope_scaling", "rope_angles", "partial_rotary_factor",
 
 
 def _diffllama_config(source: Source) -> dict[str, Any]:
-    ours, spec = source.transformer("convert"), source.spec
+    ours, spec = source.require_transformer("convert"), source.spec
     problems = []
     if not math.isclose(ours.rms_norm_eps, spec.post_norm_eps, rel_tol=1e-6):
         problems.append(

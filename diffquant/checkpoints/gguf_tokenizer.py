@@ -103,7 +103,7 @@ def _splits() -> dict[str, tuple[str, ...]]:
     }
 
 
-def split_name(tokenizer: Mapping[str, Any]) -> str | None:
+def find_pretokenizer(tokenizer: Mapping[str, Any]) -> str | None:
     """Return the `tokenizer.ggml.pre` with which llama.cpp splits text like a tokenizer, or None if there is none.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from diffquant.checkpoints.cache_scales import scale_names
-from diffquant.checkpoints.compressed_config import read_schemes, states_cache
+from diffquant.checkpoints.compressed_config import has_kv_cache_scheme, read_schemes
 from diffquant.checkpoints.compressed_tensors import (
     INPUT_GLOBAL,
     SCALE,
@@ -114,7 +114,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
     surplus = find_surplus_tensors(checkpoint, adapter)
-    scales = scale_names(adapter).values() if states_cache(checkpoint.config) else ()
+    scales = scale_names(adapter).values() if has_kv_cache_scheme(checkpoint.config) else ()
     expected = stored_shapes(parameters, schemes) | dict.fromkeys(scales, (1,))
     problems = _differences(expected, checkpoint, schemes, surplus)
     if not problems:
@@ -247,4 +247,4 @@ def _has_right_type(name: str, info: TensorInfo, schemes: dict[str, Scheme]) -> 
         return info.dtype.is_floating_point and info.dtype.itemsize > 1
     if suffix == SHAPE:
         return not info.dtype.is_floating_point
-    return scheme.format.reads_scale(info.dtype) if suffix == SCALE else info.dtype == types[suffix]
+    return scheme.format.accepts_scale_dtype(info.dtype) if suffix == SCALE else info.dtype == types[suffix]

@@ -38,7 +38,7 @@ class Placement:
         model.to(self.device)
 
 
-class ReadByLayer(Placement):
+class LayerwisePlacement(Placement):
     """Placement that reads a layer's parameters from the checkpoint when needed and drops them afterwards.
 
     The embedding also stays in the checkpoint, and only rows of given tokens are read. The head is not read at all.

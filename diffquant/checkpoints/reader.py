@@ -126,15 +126,15 @@ class Checkpoint(ABC):
         return ""
 
     @property
-    def rounded_before(self) -> str:
+    def earlier_rounding_clause(self) -> str:
         """The format that weights were quantized to, and what else engines quantize; "" if unknown."""
         kind, note = self.rounded_as, self.note
         return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
 
     @property
-    def rounded_again(self) -> str:
+    def requantization_warning(self) -> str:
         """A warning that the source was already quantized; "" if it was not."""
-        before, ends = self.rounded_before, ";" if self.note else ":"
+        before, ends = self.earlier_rounding_clause, ";" if self.note else ":"
         return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
 
     @property

@@ -90,7 +90,7 @@ def row_blocks(rows: int, width: int, together: int = 1) -> Iterator[tuple[int, 
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bool = False) -> Job:
+def make_copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bool = False) -> Job:
     """Make the job that copies a tensor in a dtype and refuses NaN and infinity.
 
     Args:

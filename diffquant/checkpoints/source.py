@@ -40,12 +40,12 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
-def checkpoint_state(checkpoint: Checkpoint) -> FilesState:
+def checkpoint_file_stats(checkpoint: Checkpoint) -> FilesState:
     """Return the state of the files behind a checkpoint's fingerprint, which changes if one is replaced."""
-    return files_state(_files(checkpoint))
+    return stat_files(_files(checkpoint))
 
 
-def files_state(files: Iterable[Path]) -> FilesState:
+def stat_files(files: Iterable[Path]) -> FilesState:
     """Return for each file its device, inode, size and times, which change if it is written or replaced."""
     return {str(file): _file_state(file) for file in files}
 
@@ -109,7 +109,7 @@ class Source:
     def layers(self) -> int:
         return self.architecture.num_hidden_layers
 
-    def transformer(self, verb: str) -> TransformerArchitecture:
+    def require_transformer(self, verb: str) -> TransformerArchitecture:
         """Return the architecture, for a verb that supports only a DiffTransformer.
 
         Raises:
@@ -161,7 +161,7 @@ class Source:
             CheckpointError: the files changed since they were opened.
         """
         fingerprint = self._identify(checkpoint_fingerprint)
-        if self._identify(checkpoint_state) != self.state:
+        if self._identify(checkpoint_file_stats) != self.state:
             raise self._change_error()
         return fingerprint
 
@@ -203,7 +203,7 @@ class Source:
         """
         # Times may change without the content: compare contents before reporting a change.
         if (
-            self._identify(checkpoint_state) != self.state
+            self._identify(checkpoint_file_stats) != self.state
             and self._identify(checkpoint_fingerprint) != self.fingerprint
         ):
             raise self._change_error()
@@ -244,7 +244,7 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     restore_embedding(checkpoint, adapter)
-    state = checkpoint_state(checkpoint)
+    state = checkpoint_file_stats(checkpoint)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
 
 

@@ -117,7 +117,7 @@ class Operands(NamedTuple):
     factor: float
 
     @property
-    def is_blind(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the output is empty or there are no keys."""
         return self.out.numel() == 0 or self.v.shape[2] == 0
 

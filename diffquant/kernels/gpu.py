@@ -48,7 +48,7 @@ _assumed: AbsentGpu | None = None
 
 
 @contextmanager
-def assuming(absent: AbsentGpu) -> Iterator[None]:
+def simulate_gpu(absent: AbsentGpu) -> Iterator[None]:
     """Within a context, plan launches for a GPU that is not present, with tensors on the CPU."""
     global _assumed  # noqa: PLW0603
     before, _assumed = _assumed, absent

@@ -130,7 +130,7 @@ class Architecture(ABC):
         return {i: block.stored for i, block in blocks if isinstance(block.stored, TokenRows)}
 
     @property
-    def keeps_states(self) -> bool:
+    def has_recurrent_states(self) -> bool:
         """Whether some layers cache a recurrent state, as Mamba layers do."""
         stored = (block.stored for layer in self.layers for block in layer.values())
         return any(kept is not None and not isinstance(kept, TokenRows) for kept in stored)

@@ -77,7 +77,7 @@ class PairAttention(nn.Module):
         return any(scheme.quantizes for scheme in (self.logits, self.qk, self.p, self.pv))
 
     @property
-    def calls_backend(self) -> str:
+    def call_backend(self) -> str:
         """Backend name for an `AttentionCall`: `backend`, or "auto" if that one only decodes from a cache."""
         return self.backend
 
@@ -95,7 +95,7 @@ class PairAttention(nn.Module):
     ) -> Tensor:
         """Compute the output of `attend` as [B, h, T, dv], in the dtype of the computation."""
         # Backends that quantize queries and keys themselves are used only if chosen by name.
-        named = self.calls_backend in BACKENDS and BACKENDS[self.calls_backend].rounds_operands
+        named = self.call_backend in BACKENDS and BACKENDS[self.call_backend].rounds_operands
         by_backend = named and not self.pv.quantizes
         if self.qk.quantizes:
             if not by_backend:
@@ -121,7 +121,7 @@ class PairAttention(nn.Module):
             ranges=self.logit_ranges,
             signal_gate=signal_gate,
         )
-        return backend_for(call, self.calls_backend).compute(call)
+        return backend_for(call, self.call_backend).compute(call)
 
     def scalar_lam(self) -> Tensor:
         """Compute λ of a V1 layer, a float32 scalar."""

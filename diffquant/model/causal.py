@@ -290,7 +290,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         for rounding in self.input_roundings.values():
             rounding.calls = 0
 
-    def require_fired(self) -> None:
+    def check_quantizers_ran(self) -> None:
         """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:

@@ -95,7 +95,7 @@ def pop_cache(given: MutableMapping[str, Any]) -> Cache | None:
     return resolve_cache(given.pop("past_key_values", None), given.pop("cache", None))
 
 
-def count_positions(valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+def compute_positions(valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
     """Return the positions [B or 1, T] of new tokens, not counting padding.
 
     Args:

@@ -69,7 +69,11 @@ def quantized_card(
         *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",
-        *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := plan.checkpoint.rounded_again) else []),
+        *(
+            [f"\n{again[:1].upper()}{again[1:]}."]
+            if plan.schemes and (again := plan.checkpoint.requantization_warning)
+            else []
+        ),
     ]
     if plan.cache_scales:
         lines.append(_CACHE)

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoints.compressed_config import states_cache
+from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
 from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.model.architecture import TransformerArchitecture
@@ -136,7 +136,7 @@ def describe_ignored_schemes(config: Mapping[str, Any]) -> str:
         config: content of config.json.
     """
     recipe = (config.get("diffquant_config") or {}).get("recipe", {})
-    targets = ("logits", "qk", "p", "pv") if states_cache(config) else ("k", "v", "logits", "qk", "p", "pv")
+    targets = ("logits", "qk", "p", "pv") if has_kv_cache_scheme(config) else ("k", "v", "logits", "qk", "p", "pv")
     asked = {name: recipe[name] for name in targets if recipe.get(name, "16") != "16"}
     return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
 

@@ -110,7 +110,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
             **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
         },
         packed_bits=_stored_packed_bits(source) | {scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
-        rounded=source.checkpoint.rounded_before,
+        rounded=source.checkpoint.earlier_rounding_clause,
     )
 
 
@@ -185,7 +185,7 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
             **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
         },
         packed_bits={scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
-        rounded=source.checkpoint.rounded_before,
+        rounded=source.checkpoint.earlier_rounding_clause,
     )
 
 

@@ -61,7 +61,7 @@ def _round_up(largest: Tensor, scheme: Scheme) -> Tensor:
     Some engines divide by that scale and others multiply by its reciprocal, which is exact only for powers of two.
     Block scales are floats, so they lose no precision.
     """
-    divisor = scheme.format.bound_to(largest).tensor_scale
+    divisor = scheme.format.with_tensor_scale(largest).tensor_scale
     if divisor is None:
         return largest
     top = (divisor.double() * largest).round()

@@ -198,7 +198,7 @@ def plan_quantization(
     if isinstance(source, Source):
         recipe, notes = merge_stored(recipe, source.recipe)
     schemes = checked_schemes(source, recipe)
-    if schemes and (again := source.checkpoint.rounded_again):
+    if schemes and (again := source.checkpoint.requantization_warning):
         notes = (*notes, again)
     targets = find_targets(source)
     packed = {name: schemes[module] for module, name in targets.weights.items() if module in schemes}

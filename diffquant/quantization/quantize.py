@@ -15,7 +15,7 @@ from diffquant.checkpoints.cache_scales import has_engine_format, scales_of
 from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL, SCALE, decode_codes, pack_rows
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.reader import Checkpoint
-from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, copy_job, write_shards
+from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, make_copy_job, write_shards
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.checkpoints.writer import OutputTensor
@@ -199,7 +199,7 @@ _ONLY_HERE = (
 )
 
 
-def pack_job(
+def make_pack_job(
     checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder, magnitudes: Magnitudes | None = None
 ) -> Job:
     """Return the job that computes a weight's codes and scales, a block of rows at a time."""
@@ -261,9 +261,9 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
         packs = tensor.scheme.quantizes
         may_mask = plan.rules is not None and plan.rules.may_be_mask(tensor.name, len(tensor.info.shape))
         job = (
-            pack_job(plan.checkpoint, tensor, rounder, magnitudes)
+            make_pack_job(plan.checkpoint, tensor, rounder, magnitudes)
             if packs
-            else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
+            else make_copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
         )
         jobs[tensor.info.shard].append(job)
     if plan.cache_scales:

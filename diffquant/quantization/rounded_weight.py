@@ -69,7 +69,7 @@ class RoundedWeight:
             return self._scheme
         if self._bound is None:
             known = self._magnitudes
-            self._bound = self._scheme.bound_to(self._largest() if known is None else known.of(self._name))
+            self._bound = self._scheme.with_tensor_scale(self._largest() if known is None else known.of(self._name))
         return self._bound
 
     def _largest(self) -> Tensor:

@@ -98,7 +98,7 @@ class Scheme:
         if self.sharing == UNSHARED:
             raise UsageError(f"{self.format.name} needs a granularity, such as {self.format.name}:row")
         names = (each.name for each in self.transforms)
-        beside = {*names, self.granularity, "" if self.format.is_even else "uneven levels"}
+        beside = {*names, self.granularity, "" if self.format.has_integer_levels else "uneven levels"}
         for each in self.transforms:
             if others := [other for other in each.excludes if other in beside]:
                 raise UsageError(f"{each.name} and {others[0]} cannot be combined in {self}; leave out one")
@@ -184,9 +184,9 @@ class Scheme:
         )
         return self.format.name + granularity if self.quantizes else self.format.name
 
-    def bound_to(self, largest: "Tensor") -> "Scheme":
+    def with_tensor_scale(self, largest: "Tensor") -> "Scheme":
         """Return this scheme with the tensor scale of one weight, whose largest magnitude is float32 [1]."""
-        return replace(self, format=self.format.bound_to(largest))
+        return replace(self, format=self.format.with_tensor_scale(largest))
 
 
 def _grammar(target: str) -> str:

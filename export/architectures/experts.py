@@ -93,7 +93,7 @@ def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], num
         gather_axis=0,
         quantize_axis=2,
     )
-    return linears.row_of_blocks(blocks, f"expert.row.{out}.{width}", (out,), width, block)
+    return linears.join_blocks(blocks, f"expert.row.{out}.{width}", (out,), width, block)
 
 
 def times(decoder: Decoder, x: str, factor: float, is_wide: bool = False) -> str:
@@ -140,7 +140,7 @@ def experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
     chosen, shares = _route(decoder, tokens, place, block)
     parameters = _poly_parameters(decoder, f"{place}.experts.act_fn", block.poly)
     some = graph.unused_name("Unique")
-    graph.add_all("Unique", [graph.add("Reshape", chosen, graph.int64("flat", (-1,)))], [some], sorted=1)
+    graph.add_with_outputs("Unique", [graph.add("Reshape", chosen, graph.int64("flat", (-1,)))], [some], sorted=1)
     count = graph.add("Squeeze", graph.add("Shape", some))
     zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0])
     nothing = graph.add("ConstantOfShape", graph.add("Shape", tokens), value=zero)
@@ -175,7 +175,9 @@ def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tu
         bias = graph.constant(f"{place}.expert_bias", plan.vector(f"{place}.expert_bias").numpy())
         favoured = graph.add("Add", scores, bias)
     chosen = graph.unused_name("TopK_indices")
-    graph.add_all("TopK", [favoured, graph.int64("chosen", (block.chosen,))], [graph.unused_name("TopK"), chosen])
+    graph.add_with_outputs(
+        "TopK", [favoured, graph.int64("chosen", (block.chosen,))], [graph.unused_name("TopK"), chosen]
+    )
     shares = graph.add("GatherElements", scores, chosen, axis=1)
     if block.normed:
         sums = graph.add("ReduceSum", shares, graph.int64("second_axis", (1,)))

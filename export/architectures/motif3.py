@@ -124,7 +124,7 @@ class LatentReference(Reference):
             first += chunk.shape[1]
         return torch.cat(parts, 1), cache.held[0]
 
-    def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def adapt_random_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # A value is the latent part of the key, padded with zeros.
         architecture = self._decoder.architecture
         share = architecture.kv_lora_rank / (architecture.kv_lora_rank + architecture.qk_rope_head_dim)
@@ -200,7 +200,7 @@ def read_streams(decoder: Decoder, x: str, place: str, block: StreamsBlock) -> t
     inputs = [graph.constant(f"{place}.{name}", values.contiguous().numpy()) for name, values in parts.items()]
     weight = graph.constant(f"{place}.weight", plan.vector(f"{place}.rms_norm.weight").numpy())
     read, mixed, writes = names = [f"{place}.{name}" for name in ("read", "mixed", "writes")]
-    graph.add_all(READ_STREAMS, [x, weight, *inputs], names, DOMAIN)
+    graph.add_with_outputs(READ_STREAMS, [x, weight, *inputs], names, DOMAIN)
     return read, mixed, times(decoder, writes, block.post_scale, is_wide=True)
 
 
@@ -222,7 +222,7 @@ def latent_attention(decoder: Decoder, x: str, place: str, block: LatentAttentio
     inputs += [*decoder.tokens.lengths, "", ""]
     inputs += [*(decoder.cache_scales() or ["", ""]), signal_gate, ""]
     attended = f"layers.{layer}.attention"
-    graph.add_all(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
+    graph.add_with_outputs(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
     rows = graph.int64("pairs_by_group", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
     bounds = [graph.int64(f"channel.{place}", (place,)) for place in (0, block.latent, -1)]
     of_latents = graph.add("Slice", graph.add("Reshape", attended, rows), *bounds)

@@ -160,7 +160,7 @@ def attention(decoder: Decoder, x: str, place: str, block: FusedAttentionBlock) 
     lam = decoder.scalar_lam(inner)
     inputs = [query, key, value, lam, *past, *decoder.tokens.lengths, "", "", *(scales or ["", ""]), "", ""]
     attended = f"layers.{layer}.attention"
-    graph.add_all(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
+    graph.add_with_outputs(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
     return decoder.linear(decoder.post_normed(attended, inner), f"{place}.out_proj")
 
 
@@ -192,7 +192,7 @@ def _convolve(decoder: Decoder, u: str, place: str, block: MambaBlock) -> str:
     bias = graph.typed_constant(f"layers.{layer}.conv1d.bias", decoder.plan.vector(f"{place}.conv1d.bias"))
     past, present = _state(decoder, STATES[0], graph.kind, block.stored[0])
     y = f"layers.{layer}.convolved"
-    graph.add_all(CAUSAL_CONVOLUTION, [u, weight, bias, _COUNTS, past], [y, present], DOMAIN)
+    graph.add_with_outputs(CAUSAL_CONVOLUTION, [u, weight, bias, _COUNTS, past], [y, present], DOMAIN)
     return y
 
 
@@ -213,7 +213,7 @@ def _scan(decoder: Decoder, inputs: list[str], place: str, block: MambaBlock) ->
     skip = graph.constant(f"layers.{layer}.D", decoder.plan.vector(f"{place}.D").numpy())
     past, present = _state(decoder, STATES[1], TensorProto.FLOAT, block.stored[1])
     y = f"layers.{layer}.scanned"
-    graph.add_all(SELECTIVE_SCAN, [u, step, decays, into, out_of, skip, past], [y, present], DOMAIN)
+    graph.add_with_outputs(SELECTIVE_SCAN, [u, step, decays, into, out_of, skip, past], [y, present], DOMAIN)
     return y
 
 

@@ -11,7 +11,7 @@ from onnx import FunctionProto
 
 from diffquant.errors import UsageError
 from diffquant.onnx.graph.op import CONTRIB, OpAttributes, make_function, schema, signature_of
-from diffquant.onnx.graph.ops import bounded_rows
+from diffquant.onnx.graph.ops import rope_and_clip_text
 from diffquant.onnx.graph.pure import pure_text
 
 BodyKind = Literal["contrib", "pure"]
@@ -66,7 +66,7 @@ def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = 
     cache = "past_key, past_value, seqlens_k, total_sequence_length"
     queries = _masked_queries(attributes, width) if attributes.generation == 1 else "   heads = Identity (query)"
     if attributes.kv_bit_width:
-        queries += "\n" + bounded_rows("heads", attributes.kv_bit_width, bool(attributes.do_rotary))
+        queries += "\n" + rope_and_clip_text("heads", attributes.kv_bit_width, bool(attributes.do_rotary))
         inputs = f"heads_turned, key_bounded, value_bounded, {cache}, , , , , , k_scale, v_scale"
         # Written only if used: ONNX Runtime before 1.27 does not know them.
         options["kv_cache_bit_width"] = attributes.kv_bit_width

@@ -18,7 +18,7 @@ from diffquant.onnx.graph.linears import Linears
 from diffquant.onnx.graph.nodes import Graph, functions, inline_functions, rms_norm
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.onnx.graph.ops import MATMUL, matmul_function, quantized_attention_function
-from diffquant.onnx.graph.padding import SEQUENCE, Tokens, read_tokens, states_read
+from diffquant.onnx.graph.padding import SEQUENCE, Tokens, add_padding_shift, states_read
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, key_width
 from diffquant.onnx.options import IR_VERSION
 
@@ -65,7 +65,7 @@ class Decoder:
         ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", SEQUENCE])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "total"])
         spans_rows = options.logits.quantizes and options.logits.granularity != "row"
-        tokens = self.tokens = read_tokens(graph, ids, mask, spans_rows)
+        tokens = self.tokens = add_padding_shift(graph, ids, mask, spans_rows)
         x = self.embed(tokens.ids)
         for layer, blocks in enumerate(self.architecture.layers):
             self.layer = layer

@@ -147,9 +147,9 @@ class Linears:
             gather_axis=0,
             quantize_axis=2,
         )
-        return self.row_of_blocks(rows, f"{matrix.module}.row", (0, 0), width, block, name)
+        return self.join_blocks(rows, f"{matrix.module}.row", (0, 0), width, block, name)
 
-    def row_of_blocks(
+    def join_blocks(
         self, blocks: str, shape_name: str, rows: Sequence[int], width: int, block: int, name: str | None = None
     ) -> str:
         """Add a Reshape of blocks to rows [*rows, width], and a Slice if the last block is padded."""
@@ -188,7 +188,7 @@ class Linears:
         y = self._code_product(x, (sum(heights), width), matrices[0].scheme, stored)
         names = [f"{matrix.module}.product" for matrix in matrices]
         sizes = self.graph.int64(f"rows.{'.'.join(map(str, heights))}", heights)
-        self.graph.add_all("Split", [y, sizes], names, axis=-1)
+        self.graph.add_with_outputs("Split", [y, sizes], names, axis=-1)
         return names
 
     def _code_product(self, x: str, shape: tuple[int, int], scheme: Scheme, stored: Mapping[str, str]) -> str:
@@ -201,7 +201,7 @@ class Linears:
             x,
             stored["codes"],
             stored["scales"],
-            domain=DOMAIN if level == 4 and self.options.has_own_products else CONTRIB,
+            domain=DOMAIN if level == 4 and self.options.has_custom_matmuls else CONTRIB,
             K=width,
             N=out,
             bits=container_bits(scheme),

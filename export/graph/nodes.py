@@ -64,13 +64,15 @@ class Graph:
     def add(self, op: str, *inputs: str, name: str | None = None, domain: str = "", **attributes: Any) -> str:
         """Add a node with one output, and return the output's name."""
         output = name or self.unused_name(op)
-        self.add_all(op, inputs, [output], domain, **attributes)
+        self.add_with_outputs(op, inputs, [output], domain, **attributes)
         return output
 
     def split(self, x: str, widths: Sequence[int], names: Sequence[str] = ()) -> list[str]:
         """Add a Split of the last axis into parts of these widths, and return the parts' names."""
         outputs = list(names) or [self.unused_name("Part") for _ in widths]
-        self.add_all("Split", [x, self.int64(f"widths.{'.'.join(map(str, widths))}", widths)], outputs, axis=-1)
+        self.add_with_outputs(
+            "Split", [x, self.int64(f"widths.{'.'.join(map(str, widths))}", widths)], outputs, axis=-1
+        )
         return outputs
 
     def wide(self, x: str) -> str:
@@ -81,7 +83,7 @@ class Graph:
         """Cast a float32 value to the activations' type, and return the result's name."""
         return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=self.kind)
 
-    def add_all(
+    def add_with_outputs(
         self, op: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any
     ) -> None:
         """Add a node with named outputs."""

@@ -62,7 +62,7 @@ _POSITIONS = f"""   new = Shape <start = 1, end = 2> (query)
    position = Add (start_column, steps)"""
 
 
-def bounded_rows(heads: str, bits: int, rotates: bool) -> str:
+def rope_and_clip_text(heads: str, bits: int, rotates: bool) -> str:
     """Return nodes, as text, that rotate queries and keys and clip keys and values [B, T, rows] from below.
 
     They compute the values {heads}_turned, key_bounded and value_bounded.
@@ -141,7 +141,7 @@ def quantized_attention_function(opset: int, bits: int, rotates: bool) -> Functi
         bits: `kv_bit_width` of the nodes that will use it.
         rotates: `do_rotary` of these nodes.
     """
-    text = f"{bounded_rows('query', bits, rotates)}\n{_TEXT}"
+    text = f"{rope_and_clip_text('query', bits, rotates)}\n{_TEXT}"
     return make_function(signature_of(quantized_attention_schema()), text, opset, _ATTRIBUTES, has_contrib=True)
 
 

@@ -272,19 +272,19 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     return problems
 
 
-def rounded_inputs(source: Source) -> list[str]:
+def activation_schemes(source: Source) -> list[str]:
     """Return the schemes of activations in a checkpoint's recipe."""
     return sorted({str(scheme) for scheme in source.recipe.schemes_of("activations") if scheme.quantizes})
 
 
 def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str]:
-    others = [scheme for scheme in rounded_inputs(source) if not scheme.startswith("8")]
+    others = [scheme for scheme in activation_schemes(source) if not scheme.startswith("8")]
     if others:
         yield (
             f"its recipe rounds activations to {' and '.join(others)}, and ONNX Runtime multiplies codes with "
             "activations of 8 bits: quantize without activations, or with 8"
         )
-    elif rounded_inputs(source) and options.accuracy_level == 1:
+    elif activation_schemes(source) and options.accuracy_level == 1:
         yield f"its recipe rounds activations to 8 bits: leave out {option_name('accuracy_level', 1)}, which does not"
 
 

@@ -9,7 +9,7 @@ from diffquant.onnx.graph.op import OpAttributes
 from diffquant.recipe.numbers.absmax import max_code
 
 
-def stored_rows(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
+def cache_update_text(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
     """Compute present_{name}, and its dequantized values {name}_read [B, h_kv, S, width] in float32."""
     bits = attributes.kv_bit_width
     scale = f"{name[0]}_scale"

@@ -14,7 +14,7 @@ from diffquant.errors import CheckpointError
 from diffquant.onnx.files import model_file
 from diffquant.onnx.graph.op import DOMAIN, NAME
 from diffquant.onnx.graph.ops import MATMUL, QUANTIZED_ATTENTION
-from diffquant.onnx.graph.padding import return_every_position
+from diffquant.onnx.graph.padding import compute_all_logits
 from diffquant.onnx.native import OVERRIDE, library_path
 from diffquant.onnx.runtime.device import RuntimeDevice, count_cpu_nodes
 from diffquant.onnx.runtime.interface import (
@@ -79,7 +79,7 @@ class OnnxModel:
         self.folder = folder
         is_changed = bool(extra_outputs) or accuracy_level is not None or has_linked_data(graph, model_file(folder))
         if every_position:
-            is_changed |= return_every_position(graph)
+            is_changed |= compute_all_logits(graph)
         self.cache, logits = read_interface(graph.graph, model_file(folder))
         _, positions, vocabulary = logits.shape.dim
         self.vocabulary: int = vocabulary.dim_value

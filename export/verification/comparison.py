@@ -32,9 +32,9 @@ from diffquant.onnx.verification.report import (
     Measure,
     Route,
     Verification,
-    loses_tokens,
+    has_lower_agreement,
     measures,
-    nearest_limit,
+    worst_measure,
 )
 from diffquant.onnx.verification.routes import (
     IN_PLACE,
@@ -238,7 +238,7 @@ class Comparison:
             # The passages have many more positions, so flips are likelier among them.
             largest_noise = max(noise.largest, usual.largest)
             found.append(measures(errors, noise.flipped.quantile(0.9), largest_noise, MARGIN))
-        typical, largest = (tuple(map(nearest_limit, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
+        typical, largest = (tuple(map(worst_measure, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
         return Route(session.name, LONG_CONTEXT, typical, largest, None, None)
 
     def _read_far(self, calls: Iterator[FarCalls], session: Session) -> FarCalls | None:
@@ -292,7 +292,7 @@ class Comparison:
             )
         # With codes of more than 4 bits, activations are always rounded.
         has_choice = any(tensor["container_bits"] == 4 for tensor in self._manifest.tensors.values())
-        if self._rounds and has_choice and loses_tokens(self._tokens):
+        if self._rounds and has_choice and has_lower_agreement(self._tokens):
             rounded, exact = [each.agreement for each in self._tokens.values()][:2]
             yield (
                 f"the top-1 token equals torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "

@@ -177,11 +177,11 @@ def cache_excess(
         raise DiffQuantError("the model has no quantized cache to measure")
     # Neither the embedding nor the head has a cache.
     layers = range(1, reference.layers + 1)
-    with reference.cache_of(None):
+    with reference.simulate_cache(None):
         wanted = _compute_wanted(reference, passages, states, numbers=layers)
     typical = []
     for cache in (given, given.fit_scales()):
-        with reference.cache_of(cache):
+        with reference.simulate_cache(cache):
             rounded = _outputs(_compute_wanted(reference, passages, states, numbers=layers))
         typical.append(_compare(rounded, wanted).quantile(0.5))
     ratios = np.array([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*typical, strict=True)])

@@ -116,7 +116,7 @@ def iterate_far_calls(
     sizes, states_after = _row_sizes(model, passages[-1])
     for length in past_lengths(end):
         drawn = [_random_rows(model.cache, length, size, seed) for seed, size in enumerate(sizes)]
-        rows = reference.rows_of_a_cache(*drawn)
+        rows = reference.adapt_random_cache(*drawn)
         keys, values = (part[:, :, :length] for part in rows)
         past = reference.past(keys, values, states_after)
         at_once = max(1, _MOST_BYTES // (past.nbytes + 1))

@@ -125,7 +125,7 @@ class Reference:
         self._disturbance.restart()
         return self._set(_is_rounding=rounds, _noise=noise)
 
-    def cache_of(self, cache: "StaticCache | None") -> AbstractContextManager[None]:
+    def simulate_cache(self, cache: "StaticCache | None") -> AbstractContextManager[None]:
         """Round keys and values with another cache inside the context, or not at all with None."""
         return self._set(cache=cache, _is_other_cache=cache is not self.cache)
 
@@ -262,7 +262,7 @@ class Reference:
             first += chunk.shape[1]
         return torch.cat(parts, 1), cache.held[0]
 
-    def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def adapt_random_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return random cache rows [1, h_kv, P, entries], changed where the model needs keys and values to agree."""
         return keys, values
 

@@ -60,14 +60,14 @@ class Route:
     against_prefill: Measure | None
 
     @property
-    def of_logits(self) -> tuple[Measure, ...]:
+    def logit_measures(self) -> tuple[Measure, ...]:
         """The errors of the logits that were measured."""
         return tuple(each for each in (self.logits, self.against_prefill) if each is not None)
 
     @property
     def measures(self) -> tuple[Measure, ...]:
         """All measured errors."""
-        return (*self.typical, *self.largest, *self.of_logits)
+        return (*self.typical, *self.largest, *self.logit_measures)
 
     @property
     def passed(self) -> bool:
@@ -80,7 +80,7 @@ class Route:
                 yield number
 
 
-def loses_tokens(tokens: Mapping[str, TokenComparison]) -> bool:
+def has_lower_agreement(tokens: Mapping[str, TokenComparison]) -> bool:
     """Return whether the first session's top-1 tokens agree with the reference less often than the second's."""
     agreements = [each.agreement for each in tokens.values()]
     return len(agreements) > 1 and agreements[0] < agreements[1]
@@ -149,7 +149,7 @@ class Verification(Readable):
     def verdict(self) -> str:
         """Return a line with PASS and what was compared, or FAIL and where the folder first exceeds a limit."""
         if not self.passed:
-            return f"FAIL: {self.folder}: {self.divergence()}"
+            return f"FAIL: {self.folder}: {self.describe_first_failure()}"
         return (
             f"PASS: {len(self.stages)} stages at {self.positions} positions by {len(self.routes)} routes; "
             f"largest error {self.largest_share:.0%} of its limit"
@@ -176,15 +176,15 @@ class Verification(Readable):
         lines += [f"{session}: {tokens}" for session, tokens in self.tokens.items()]
         return "\n".join(lines)
 
-    def divergence(self) -> str:
+    def describe_first_failure(self) -> str:
         """Describe where the folder first exceeds a limit."""
         stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
         if stages:
             number, route = min(stages, key=lambda found: found[0])
-            error = nearest_limit((route.typical[number], route.largest[number]))
+            error = worst_measure((route.typical[number], route.largest[number]))
             return f"diverges first in {self.stages[number]} ({route.session}, {route.name}: {error})"
         wrong = [
-            f"{route.session}, {route.name} ({nearest_limit(route.of_logits)})"
+            f"{route.session}, {route.name} ({worst_measure(route.logit_measures)})"
             for route in self.routes
             if not route.passed
         ]
@@ -233,7 +233,7 @@ def measures(
     )
 
 
-def nearest_limit(of: Sequence[Measure]) -> Measure:
+def worst_measure(of: Sequence[Measure]) -> Measure:
     """Return the measure with the largest ratio to its limit."""
     return max(of, key=lambda measure: measure.ratio)
 
@@ -244,7 +244,7 @@ _HEADER = _ROW.format("", "stage, typical", "stage, largest", "logits", "against
 
 
 def _row(route: Route) -> str:
-    stages = [nearest_limit(errors) if errors else None for errors in (route.typical, route.largest)]
+    stages = [worst_measure(errors) if errors else None for errors in (route.typical, route.largest)]
     cells = [
         f"{each.value:.1e} {each.ratio:>4.0%}" if each else ""
         for each in (*stages, route.logits, route.against_prefill)

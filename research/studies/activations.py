@@ -83,7 +83,7 @@ def measure(path: Path, output: Path, characters: int) -> None:
         progress(number, len(todo), name)
         model.apply_recipe(recipe)
         results.add(name, scores_of(TorchModel(model, source.tokenizer), texts, _WINDOW, references)[_TEXT])
-        model.require_fired()
+        model.check_quantizers_ran()
     progress(len(todo), len(todo), "done")
 
 

@@ -76,7 +76,7 @@ def verified_with(fault: str, layer: int, export: Path, checkpoint: Path, thread
             verification = error.result
     return {
         "refused": not verification.passed,
-        "verdict": "within tolerance" if verification.passed else verification.divergence(),
+        "verdict": "within tolerance" if verification.passed else verification.describe_first_failure(),
         "positions": verification.positions,
         "routes": {
             f"{route.session}, {route.name}": {

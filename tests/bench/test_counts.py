@@ -29,7 +29,7 @@ def test_v1_takes_6_fused_8_in_four_calls_and_the_transformer_4_units():
     assert roofline.count_fused_call(work)[0] == 6 * unit
     assert roofline.count_two_calls(work)[0] == 6 * unit
     assert roofline.count_four_calls(work)[0] == 8 * unit
-    assert roofline.count_two_passes(work)[0] == 8 * unit
+    assert roofline.count_simulated_logits(work)[0] == 8 * unit
     assert roofline.transformer(work)[0] == 4 * unit
 
 

@@ -9,7 +9,7 @@ import pytest
 import diffquant
 import diffquant.calib.search.tensor_types as tensor_types_module
 from diffquant.calib.search.result import kl_per_megabit, read_search, roles, roles_table
-from diffquant.calib.search.tensor_types import TYPES, check_lines_output, check_widths, tensor_types
+from diffquant.calib.search.tensor_types import TYPES, check_types_output, check_widths, tensor_types
 from diffquant.errors import OutputExistsError, UsageError
 from tests.support import tiny_lm
 from tests.support.earlier_results import write_recorded
@@ -70,7 +70,7 @@ def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_bef
     with pytest.raises(UsageError, match="ggml has no type for 7 bits"):
         diffquant.search(model, tmp_path / "other", 7, bits="8,7", **settings)
     assert not (tmp_path / "other").exists()
-    check_lines_output(file, tmp_path)
+    check_types_output(file, tmp_path)
     diffquant.search(model, tmp_path / "new", 7, bits="8,6", **settings | {"tensor_types": tmp_path / "new" / "t.txt"})
     assert (tmp_path / "new" / "t.txt").read_text() == file.read_text()
 

@@ -35,9 +35,9 @@ from diffquant.onnx.verification.passages import iterate_far_calls, past_lengths
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
-    loses_tokens,
+    has_lower_agreement,
     measures,
-    nearest_limit,
+    worst_measure,
 )
 from diffquant.onnx.verification.rounding import (
     Disturbance,
@@ -111,7 +111,7 @@ def test_a_number_that_is_none_passes_no_limit():
     assert not Measure(np.nextafter(1.0, 2.0), 1.0).passed
     assert [Measure(0.5, 2.0).ratio, Measure(np.nan, 1.0).ratio] == [0.25, np.inf]
     assert [Measure(value, 0.0).ratio for value in (0.0, 1e-9, np.nan)] == [0.0, np.inf, np.inf]
-    assert np.isnan(nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).value)
+    assert np.isnan(worst_measure([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).value)
 
 
 def test_an_error_of_a_stage_is_relative_to_what_the_stage_adds(tmp_path):
@@ -244,7 +244,7 @@ def test_of_few_passages_and_of_calls_far_away_flipped_codes_are_typical():
 def test_the_note_on_accuracy_is_for_a_folder_that_loses_tokens():
     def loses(*agreements):
         of_each = [TokenComparison(100, agreement, 0.0, 1.0, 0.0, 0.0) for agreement in agreements]
-        return loses_tokens(dict(enumerate(of_each)))
+        return has_lower_agreement(dict(enumerate(of_each)))
 
     assert loses(0.9, 0.95)
     assert not loses(0.95, 0.9)
@@ -298,24 +298,24 @@ def test_both_columns_of_logits_have_the_limit_that_rounding_gives(tmp_path):
     report = verify(folder, checkpoint, threads=1)
     by_session = {}
     for route in report.routes:
-        by_session.setdefault(route.session, set()).update(measure.limit for measure in route.of_logits)
+        by_session.setdefault(route.session, set()).update(measure.limit for measure in route.logit_measures)
     assert len(by_session) >= 2
     assert all(len(limits) == 1 for limits in by_session.values())
     # Far calls are made where activations are not rounded.
     far = {route.session for route in report.routes if route.name == "long context"}
     assert far == {session for session in by_session if session != "int8 activations"}
-    rest = [len(route.of_logits) for route in report.routes if route.name != "long context"]
+    rest = [len(route.logit_measures) for route in report.routes if route.name != "long context"]
     assert rest == [2] * 6 * len(by_session)
     assert (report.scales.value, report.scales.limit) == (pytest.approx(0, abs=1e-6), 0.01)
     assert report.rotation.value < 1e-3
     assert report.reached == 96
-    assert ("accuracy_level=1" in str(report)) == loses_tokens(report.tokens)
+    assert ("accuracy_level=1" in str(report)) == has_lower_agreement(report.tokens)
     prefills = [route for route in report.routes if route.name == PREFILL]
     # Prefill is itself what others are held to, and not what it is held to.
     assert all(route.against_prefill.value == 0 < route.logits.value for route in prefills)
-    tight = min(measure.limit for route in report.routes for measure in route.of_logits)
+    tight = min(measure.limit for route in report.routes for measure in route.logit_measures)
     given = verify(folder, checkpoint, tolerance=tight * 50, threads=1)
-    assert {measure.limit for route in given.routes for measure in route.of_logits} == {tight * 50}
+    assert {measure.limit for route in given.routes for measure in route.logit_measures} == {tight * 50}
 
 
 def test_calls_whose_logits_have_scales_of_their_own_are_not_held_to_prefill(tmp_path):

@@ -329,7 +329,9 @@ def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monke
 def test_a_failed_cell_is_recorded_the_rest_goes_on_and_it_is_retried(model, tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(
-            DiffTransformer, "require_fired", lambda self: (_ for _ in ()).throw(NotFiredError("layer 1 did not"))
+            DiffTransformer,
+            "check_quantizers_ran",
+            lambda self: (_ for _ in ()).throw(NotFiredError("layer 1 did not")),
         )
         result = run_sweep([model], OPTIONS, tmp_path)
     assert {cell.point.target for cell in result.failed} == {"logits"}

@@ -194,7 +194,7 @@ def test_it_is_quantized_scored_and_generated_from(checkpoint, tmp_path):
     for model in models:
         model.apply_recipe(recipe)
     assert torch.equal(*(model(ids).logits for model in models))
-    models[0].require_fired()
+    models[0].check_quantizers_ran()
     scores = [
         diffquant.evaluate(folder, "perplexity", given, characters=600, dtype="float32")["perplexity"].details
         for folder, given in ((tmp_path / "low", None), (checkpoint, recipe), (checkpoint, None))

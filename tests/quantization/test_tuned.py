@@ -159,7 +159,7 @@ def test_weights_start_between_their_codes_and_where_the_16_bit_weight_is():
 
 def float_latent(name, weight):
     """A weight [rows, block] of a format with blocks of its own, as absmax rounds it."""
-    scheme = Scheme.parse(name).bound_to(weight.abs().amax())
+    scheme = Scheme.parse(name).with_tensor_scale(weight.abs().amax())
     return descent._Latent(weight, round_to_nearest("", weight, scheme, torch.float32), scheme), scheme.format
 
 

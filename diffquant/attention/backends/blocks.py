@@ -16,9 +16,9 @@ from diffquant.attention.logits import (
     binds_maps,
     magnitudes,
     prepare_logits,
-    round_maps,
+    round_call_logits,
     softmax_weights,
-    to_rounded_form,
+    to_mean_and_difference,
 )
 from diffquant.attention.naive import naive
 from diffquant.attention.registry import BACKENDS, Backend, register
@@ -71,7 +71,7 @@ def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tupl
         by_block = [magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call, 0)]
         shared = [torch.stack(map_magnitudes).amax(0) for map_magnitudes in zip(*by_block, strict=True)]
     for rows, coded, visible in _coded_blocks(call, first):
-        rounded = round_maps(call, coded, visible, shared, is_first=not rows.start)
+        rounded = round_call_logits(call, coded, visible, shared, is_first=not rows.start)
         yield rows, [softmax_weights(x, visible, call.p) for x in rounded]
 
 
@@ -110,7 +110,7 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
             for queries, keys in zip(q, k, strict=True)
         ]
         prepared = [prepare_logits(x, visible, scheme.has("shift")) for x in map_logits]
-        yield rows, to_rounded_form(prepared, scheme), visible
+        yield rows, to_mean_and_difference(prepared, scheme), visible
 
 
 def _rows_of(weight: Tensor, rows: slice) -> Tensor:

@@ -18,11 +18,11 @@ from torch import Tensor
 from diffquant.checkpoints.compressed_config import (
     REORDERED,
     block_shape,
+    has_input_schemes,
+    has_kv_cache_scheme,
     has_targets,
     is_square,
     pick_targets,
-    records_activations,
-    states_cache,
 )
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
@@ -53,7 +53,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     Raises:
         CheckpointError: tensors or settings are not what the layouts have; the first are named.
     """
-    if records_activations(stored.config):
+    if has_input_schemes(stored.config):
         return None
     if online := _online_transforms(entry.get("transform_config")):
         raise CheckpointError(
@@ -63,7 +63,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         return None
-    has_cache = entry.get("kv_cache_scheme") and not states_cache(stored.config)
+    has_cache = entry.get("kv_cache_scheme") and not has_kv_cache_scheme(stored.config)
     if not has_cache and not any(map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])):
         return None
     parts = Parts(stored)

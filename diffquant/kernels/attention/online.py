@@ -181,7 +181,7 @@ def pair_norm(out, Weight, eps, factor, VALUE_WIDTH: tl.constexpr):
     return out
 
 
-def can_describe(*tensors: Tensor) -> bool:
+def supports_tma(*tensors: Tensor) -> bool:
     """Return whether TMA descriptors can read these tensors: contiguous last axis, all else aligned to 16 bytes."""
     return all(
         x.stride(-1) == 1

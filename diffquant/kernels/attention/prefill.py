@@ -24,9 +24,9 @@ from diffquant.kernels.attention.online import (
     allow_descriptors,
     at,
     attend_tile,
-    can_describe,
     load_rows,
     pair_norm,
+    supports_tma,
     to_float16,
     valid_range,
 )
@@ -183,14 +183,14 @@ def prefill_refusal(call: AttentionCall) -> str | None:
 def _launch(x: Operands) -> Tensor:
     """Compute the output of `prefill`."""
     out, v, lam = x.out, x.v, cast(Tensor, x.lam)
-    if x.is_blind:
+    if x.is_empty:
         return out.zero_()
     batch, pairs, queries, width = x.q[0].shape
     kv_pairs, keys, value_width = v.shape[1:]
     has_own_keys = len(x.k) == 2
     kernel, name = (prefill_v1, "prefill_v1") if has_own_keys else (prefill_v2, "prefill_v2")
     device_kind = device_class(v.device)
-    described = device_kind == "sm_90" and can_describe(*x.k, v)
+    described = device_kind == "sm_90" and supports_tma(*x.k, v)
     tile = choose(PREFILL, f"{name}/{device_kind if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()

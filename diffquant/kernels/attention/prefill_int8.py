@@ -19,11 +19,11 @@ from diffquant.kernels.arguments import Operands, call_refusal, register_operato
 from diffquant.kernels.attention.online import (
     LOWEST,
     allow_descriptors,
-    can_describe,
     key_blocks,
     load_rows,
     pair_norm,
     seen_by,
+    supports_tma,
     to_float16,
     valid_range,
 )
@@ -225,7 +225,7 @@ def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:
 def _launch(x: Operands, pv: str) -> Tensor:
     """Compute the output of `prefill_int8`."""
     out, q, k, v, lam = x.out, x.q, x.k, x.v, x.lam
-    if x.is_blind:
+    if x.is_empty:
         return out.zero_()
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
@@ -236,7 +236,7 @@ def _launch(x: Operands, pv: str) -> Tensor:
             q, k, v, x.starts, x.ends, x.scale, tile_rows=tile["queries"], block=tile["keys"], values=pv == "fp8"
         )
         described = device_kind == "sm_90"
-        if described and not can_describe(v):
+        if described and not supports_tma(v):
             v = v.clone(memory_format=torch.contiguous_format)
         operands: list[Tensor | TensorDescriptor] = [q8, k8, v if v8 is None else v8]
         if described:

@@ -15,7 +15,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
-from diffquant.kernels.attention.online import allow_descriptors, can_describe
+from diffquant.kernels.attention.online import allow_descriptors, supports_tma
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
 from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, operands_refusal, quantize_rows
 from diffquant.kernels.configs import attention_tile, choose
@@ -136,7 +136,7 @@ def _launch(
     maps = len(q)
     clipped = torch.zeros(batch, heads, maps, length, dtype=torch.int32, device=v.device)
     top, bottom = torch.zeros(2, batch, heads, maps, length, device=v.device)
-    if x.is_blind:
+    if x.is_empty:
         return out.zero_(), _largest_of_shared(top, granularity), clipped
     scheme = Scheme.parse(weights) if weights else FULL
     of_weights = {
@@ -155,8 +155,8 @@ def _launch(
     device_kind = device_class(v.device)
     described = device_kind == "sm_90"
     if described:
-        k = k if can_describe(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
-        v = v if can_describe(v) else v.clone(memory_format=torch.contiguous_format)
+        k = k if supports_tma(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
+        v = v if supports_tma(v) else v.clone(memory_format=torch.contiguous_format)
     tile = choose(TILES, f"simulated/{device_kind}/{width}")
     lengths = (heads, heads // kv_heads, length, keys)
     with torch.cuda.device_of(v):

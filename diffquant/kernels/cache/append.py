@@ -62,7 +62,7 @@ def _launch(
     v_bits: int,
     residual: int,
 ) -> None:
-    """Append to the tensors of a store; `keys` and `values` are `StoredSide.tensors`."""
+    """Append to the tensors of a store; `keys` and `values` are `StoredKeysOrValues.tensors`."""
     batch, k_heads, tokens, width = k.shape
     v_heads, value_width = v.shape[1], v.shape[3]
     k_ring, v_ring = (side[3].shape[2] * FRAGMENT for side in (keys, values))

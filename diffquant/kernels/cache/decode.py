@@ -17,7 +17,7 @@ from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import decode_problems, empty_output
-from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut, choose_tile
+from diffquant.kernels.cache.decode_cut import ROWS, TILES, DecodeSplit, choose_tile
 from diffquant.kernels.cache.decode_share import decode_share
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, WIDTHS, KVStore, channels_in_word
 from diffquant.kernels.gpu import device_class
@@ -110,7 +110,7 @@ def _launch(
     eps: float,
     factor: float,
 ) -> Tensor:
-    """Compute the output of `decode`; `keys` and `values` are `StoredSide.tensors`."""
+    """Compute the output of `decode`; `keys` and `values` are `StoredKeysOrValues.tensors`."""
     queries, width = q[0].shape[2:]
     k_heads, v_heads = keys[0].shape[1], values[0].shape[1]
     value_width = _value_width(values, v_bits)
@@ -122,8 +122,8 @@ def _launch(
     capacity, most_tokens = keys[0].shape[2] * FRAGMENT, k_block if k_block > 1 else CAPACITY_STEP
     token_bits = k_heads // v_heads * width * k_bits + value_width * v_bits
     tile = choose_tile(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
-    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
-    sums = cut.empty_sums(out)
+    cut = DecodeSplit.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
+    sums = cut.allocate_partials(out)
     with torch.cuda.device_of(out):
         decode_share[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3], *keys, *values,

@@ -184,7 +184,7 @@ _SECONDS_TO_START, _SECONDS_OF_LOADS = 1e-6, 0.5e-6
 
 
 @dataclass(frozen=True)
-class Cut:
+class DecodeSplit:
     """Division of a decode call among programs.
 
     Attributes:
@@ -218,7 +218,7 @@ class Cut:
         window: int | None,
         most_tokens: int = CAPACITY_STEP,
         rows: int = ROWS,
-    ) -> "Cut":
+    ) -> "DecodeSplit":
         """Choose the division for a call.
 
         Args:
@@ -242,7 +242,7 @@ class Cut:
         # Time of a step, limited by memory bandwidth, which all concurrent programs share.
         pace = max(_SECONDS_OF_LOADS, room * step * token_bits / 8 / bandwidth(q[0].device))
         start = _SECONDS_TO_START / pace
-        shares = count_shares(batch * v_heads * tiles, max(seen // step, 1), room, start)
+        shares = choose_split_count(batch * v_heads * tiles, max(seen // step, 1), room, start)
         return cls(tile, tokens, batch * v_heads, group, noise_group, shares, tiles, rows)
 
     @property
@@ -257,7 +257,7 @@ class Cut:
         registers = registers_of(tile["blocks"], tile["warps"])
         return {"num_warps": tile["warps"], "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
 
-    def empty_sums(self, out: Tensor) -> list[Tensor]:
+    def allocate_partials(self, out: Tensor) -> list[Tensor]:
         """Allocate the shares' partial maxima, sums and weighted values for an output [B, h, T, dv]."""
         places = self.heads * self.tiles, self.shares, self.rows
         return [out.new_empty(*places, *shape, dtype=torch.float32) for shape in ((), (), (out.shape[3],))]
@@ -276,7 +276,7 @@ class Cut:
 
 
 @cache
-def count_shares(others: int, steps: int, room: int, start: float) -> int:
+def choose_split_count(others: int, steps: int, room: int, start: float) -> int:
     """Return the number of splits of the keys with the shortest run time (split-K).
 
     Args:

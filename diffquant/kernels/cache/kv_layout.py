@@ -95,7 +95,7 @@ def field_of(
 
 @triton.jit
 def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Return the number of packed tokens, as `StoredSide.count_packed` counts them."""
+    """Return the number of packed tokens, as `StoredKeysOrValues.count_packed` counts them."""
     return length if BITS == 16 else tl.maximum(floor, (length - RESIDUAL) // BLOCK * BLOCK)
 
 

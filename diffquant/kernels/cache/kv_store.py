@@ -36,7 +36,7 @@ _UNSERVED = {
 
 
 @dataclass
-class StoredSide:
+class StoredKeysOrValues:
     """Stored keys or values of one layer, with capacity for C tokens, H heads and w channels.
 
     Attributes:
@@ -58,7 +58,9 @@ class StoredSide:
     recent: Tensor
 
     @classmethod
-    def empty(cls, scheme: Scheme, residual: int, transposed: bool, like: Tensor, capacity: int) -> "StoredSide":
+    def empty(
+        cls, scheme: Scheme, residual: int, transposed: bool, like: Tensor, capacity: int
+    ) -> "StoredKeysOrValues":
         """Allocate storage for `capacity` tokens of states with the shape, dtype and device of `like` [B, H, T, w]."""
         batch, heads, _, width = like.shape
         block = scheme.sharing.tokens
@@ -194,8 +196,8 @@ class KVStore:
         if reason:
             raise UsageError(f"KV store: {reason}")
         capacity = _round_up(capacity)
-        self.keys = StoredSide.empty(recipe.k, recipe.residual, False, k, capacity)
-        self.values = StoredSide.empty(recipe.v, recipe.residual, True, v, capacity)
+        self.keys = StoredKeysOrValues.empty(recipe.k, recipe.residual, False, k, capacity)
+        self.values = StoredKeysOrValues.empty(recipe.v, recipe.residual, True, v, capacity)
         self.length = 0
         self.stamp = next(_STAMPS)
         self.progress = torch.zeros(4, dtype=torch.int32, device=k.device)
@@ -273,7 +275,7 @@ class KVStore:
                 if isinstance(value, Tensor):
                     setattr(side, field.name, change(value))
 
-    def _sides(self) -> list[tuple[StoredSide, int]]:
+    def _sides(self) -> list[tuple[StoredKeysOrValues, int]]:
         return list(zip((self.keys, self.values), self._floors, strict=True))
 
 
@@ -309,7 +311,7 @@ def store_refusal(
             return f"{name} has {scheme.bits} bits; the kernels support 4, 6, 8 and 16"
         if scheme.granularity in _UNSERVED:
             return f"{name} has {_UNSERVED[scheme.granularity]}"
-        if scheme.sharing.counts_tokens and scheme.size not in (16, 32, 64, 128):
+        if scheme.sharing.has_token_groups and scheme.size not in (16, 32, 64, 128):
             return f"{name} has blocks of {scheme.size} tokens; the kernels support c16, c32, c64 and c128"
     return None
 

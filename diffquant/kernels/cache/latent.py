@@ -16,7 +16,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import decode_problems, empty_output
-from diffquant.kernels.cache.decode_cut import Cut
+from diffquant.kernels.cache.decode_cut import DecodeSplit
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
 from diffquant.kernels.cache.latent_span import latent_share
 from diffquant.kernels.configs import Config, choose
@@ -86,8 +86,8 @@ def decode_latent(
         most_rows = max(_LEAST_ROWS, most_rows // 2)
     rows = min(most_rows, max(_LEAST_ROWS, triton.next_power_of_2((pairs + noises) * queries)))
     token_bits = keys.width * keys.scheme.bits + values.width * values.scheme.bits
-    cut = Cut.of(tile, q, 1, token_bits, store.capacity, mask.window, rows=rows)
-    sums = cut.empty_sums(out)
+    cut = DecodeSplit.of(tile, q, 1, token_bits, store.capacity, mask.window, rows=rows)
+    sums = cut.allocate_partials(out)
     starts, ends = mask.ranges or (None, None)
     with torch.cuda.device_of(out):
         latent_share[(batch * cut.tiles, cut.shares)](

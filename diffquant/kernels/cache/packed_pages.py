@@ -18,9 +18,9 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache.append import append_launches, largest_scale
 from diffquant.kernels.cache.append_tokens import append_pages
-from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut, choose_tile
+from diffquant.kernels.cache.decode_cut import ROWS, TILES, DecodeSplit, choose_tile
 from diffquant.kernels.cache.decode_share import packed_pages_share
-from diffquant.kernels.cache.kv_store import CAPACITY_STEP, StoredSide, store_refusal
+from diffquant.kernels.cache.kv_store import CAPACITY_STEP, StoredKeysOrValues, store_refusal
 from diffquant.kernels.cache.paged import PAGE, check_call, check_sequences
 from diffquant.kernels.gpu import device_class
 from diffquant.recipe import Recipe
@@ -191,8 +191,8 @@ def decode_packed_pages(
     capacity = table.shape[1] * PAGE
     # With scales per block, a warp's tokens must lie in one block.
     most_tokens = keys.block if keys.block > 1 else CAPACITY_STEP
-    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
-    sums = cut.empty_sums(out)
+    cut = DecodeSplit.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
+    sums = cut.allocate_partials(out)
     with torch.cuda.device_of(out):
         packed_pages_share[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3],
@@ -206,11 +206,15 @@ def decode_packed_pages(
     return out
 
 
-def _empty_side(scheme: Scheme, residual: int, transposed: bool, like: Tensor, pages: int, places: int) -> StoredSide:
+def _empty_side(
+    scheme: Scheme, residual: int, transposed: bool, like: Tensor, pages: int, places: int
+) -> StoredKeysOrValues:
     """Allocate pages, and rings if needed, for keys or values like `like` [B, H, T, w]."""
     heads, width = like.shape[1], like.shape[3]
     block = scheme.sharing.tokens
-    side = StoredSide.empty(scheme, residual, transposed, like.new_empty(()).expand(places, heads, 1, width), PAGE)
+    side = StoredKeysOrValues.empty(
+        scheme, residual, transposed, like.new_empty(()).expand(places, heads, 1, width), PAGE
+    )
 
     def room(x: Tensor) -> Tensor:
         return x.new_zeros(pages, *x.shape[1:])
@@ -219,7 +223,7 @@ def _empty_side(scheme: Scheme, residual: int, transposed: bool, like: Tensor, p
     return replace(side, codes=room(side.codes), top=room(side.top), scales=scales)
 
 
-def _gather(side: StoredSide, pages: Tensor, length: int, ring: int) -> Tensor:
+def _gather(side: StoredKeysOrValues, pages: Tensor, length: int, ring: int) -> Tensor:
     """Gather a sequence's tokens from its pages and ring, dequantized, [1, heads, length, width]."""
     # Rounded up to whole blocks of scales; scales of tokens that are not packed are not read.
     pages = pages[: side.count_packed(length, 0) // PAGE if side.block > 1 else -(-length // PAGE)].long()

@@ -15,7 +15,7 @@ from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import HALF_TYPES, decode_problems, empty_output
-from diffquant.kernels.cache.decode_cut import ROWS, Cut, choose_tile, decode_tile
+from diffquant.kernels.cache.decode_cut import ROWS, DecodeSplit, choose_tile, decode_tile
 from diffquant.kernels.cache.decode_share import paged_share
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
@@ -78,8 +78,8 @@ def decode_paged(
     shared = len(q) == 2 and _is_same(*k)
     token_bits = 16 * ((1 if shared else len(k)) * width + value_width)
     tile = choose_tile(TILES, f"paged/{device_class(out.device)}/{value_width}")
-    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window)
-    sums = cut.empty_sums(out)
+    cut = DecodeSplit.of(tile, q, v_heads, token_bits, capacity, window)
+    sums = cut.allocate_partials(out)
     with torch.cuda.device_of(out):
         paged_share[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3],

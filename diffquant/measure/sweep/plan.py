@@ -99,7 +99,7 @@ def plan_sweep(
     return Run(cells, subjects, {task.name: task for task in tasks}), {
         "options": options.to_dict() | {"device": device, "batch_tokens": options.pass_tokens(device)},
         "tasks": list({cell.task: cell.key["task"] for cell in cells}.values()),
-        "unseen": {task.name: unseen for task in tasks if (unseen := task.unseen())},
+        "unseen": {task.name: unseen for task in tasks if (unseen := task.untracked_inputs())},
         "models": {str(path): source.fingerprint for path, source in sources.items()},
         "quantized": [str(path) for path, source in sources.items() if source.packed or path.is_file()],
         "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in sources.items()},

@@ -99,7 +99,7 @@ class SweepResult:
             (id(full), task)
         ) if full else None
 
-    def sizes_of(self, point: Point) -> TaskResult | None:
+    def find_any_result(self, point: Point) -> TaskResult | None:
         """Return any result of a configuration, for its stored sizes, or None if all of its cells failed."""
         return next(
             (found for task in self.tasks if (found := self._result_by_point_and_task.get((id(point), task)))), None
@@ -206,7 +206,7 @@ def results_table(sweep: SweepResult) -> Table:
             point.target or MISSING,
             point.scheme,
             *(column.text(*sweep.result_and_baseline(point, task)) for task, column in shown),
-            _stored_text(point, sweep.sizes_of(point)),
+            _stored_text(point, sweep.find_any_result(point)),
         ]
         for point in sweep.points
     ]
@@ -275,7 +275,7 @@ def _record(sweep: SweepResult, point: Point) -> JsonObject:
     for kind in task_kinds():
         if kind not in measured and not kind.columns.has_own_names:
             record |= kind.columns.record(None, None)
-    sizes = sweep.sizes_of(point)
+    sizes = sweep.find_any_result(point)
     return record | {
         "weight_bytes": sizes.weight_bytes if sizes else None,
         "kv_bytes_per_token": sizes.kv_bytes if sizes else None,

@@ -138,6 +138,6 @@ def has_type(value: object, types: tuple[type, ...]) -> bool:
     return isinstance(value, types) and (not isinstance(value, bool) or bool in types)
 
 
-def invalid_config(config: Mapping[str, Any]) -> str:
+def invalid_config_prefix(config: Mapping[str, Any]) -> str:
     """Return the beginning of an error message about an invalid setting in a config.json."""
     return f"config.json is not a valid {config.get('model_type')} configuration"

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.activations import find_activation
-from diffquant.model.adapters.base import count_pairs, has_type, invalid_config
+from diffquant.model.adapters.base import count_pairs, has_type, invalid_config_prefix
 from diffquant.model.architecture import DEFAULTS, TransformerArchitecture
 
 _THETA = 10000.0
@@ -44,7 +44,7 @@ def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
     """
     stated = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(stated, Mapping):
-        raise CheckpointError(f"{invalid_config(config)}: rope_parameters is {stated!r}, not an object")
+        raise CheckpointError(f"{invalid_config_prefix(config)}: rope_parameters is {stated!r}, not an object")
     rope = dict(stated)
     rope.setdefault("rope_theta", config.get("rope_theta", _THETA))
     if config.get("partial_rotary_factor") is not None:
@@ -63,10 +63,12 @@ def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
         rope["factor"] = positions / original if _is_positive(original) else None
     missing = [key for key in ("rope_theta", *ROPE_TYPES.get(rope_type, ())) if rope.get(key) is None]
     if missing:
-        raise CheckpointError(f"{invalid_config(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}")
+        raise CheckpointError(
+            f"{invalid_config_prefix(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}"
+        )
     wrong = [f"{key} is {rope[key]!r}" for key in rope if not _is_valid(key, rope[key])]
     if wrong:
-        raise CheckpointError(f"{invalid_config(config)}: of its rotary settings {', '.join(wrong)}")
+        raise CheckpointError(f"{invalid_config_prefix(config)}: of its rotary settings {', '.join(wrong)}")
     if rope_type != "proportional" and rope.get("partial_rotary_factor") not in (None, 1):
         raise CheckpointError(
             f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, and only rope_type 'proportional' "
@@ -161,7 +163,7 @@ def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         if not has_type(sizes[key], types)
     ]
     if wrong:
-        raise CheckpointError(f"{invalid_config(config)}: {'; '.join(wrong)}")
+        raise CheckpointError(f"{invalid_config_prefix(config)}: {'; '.join(wrong)}")
     _check_ranges(config, sizes)
     find_activation(sizes["hidden_act"])
     sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
@@ -185,7 +187,9 @@ def _check_ranges(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     if isinstance(ends, list) and not all(has_type(token, (int,)) for token in ends):
         wrong.append("eos_token_id")
     if wrong:
-        raise CheckpointError(f"{invalid_config(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}")
+        raise CheckpointError(
+            f"{invalid_config_prefix(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}"
+        )
 
 
 def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -197,7 +201,7 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if width % heads:
         raise CheckpointError(
-            f"{invalid_config(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
+            f"{invalid_config_prefix(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
         )
 
 
@@ -209,7 +213,7 @@ def read_eps(config: Mapping[str, Any], key: str, default: float = 1e-5) -> floa
     """
     eps = config.get(key, default)
     if not isinstance(eps, float) or not 0 <= eps < math.inf:
-        raise CheckpointError(f"{invalid_config(config)}: {key} is {eps!r}; it must be a float of at least 0")
+        raise CheckpointError(f"{invalid_config_prefix(config)}: {key} is {eps!r}; it must be a float of at least 0")
     return eps
 
 

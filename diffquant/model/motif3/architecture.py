@@ -17,7 +17,7 @@ from diffquant.model.motif3.blocks import (
     PolyMLPBlock,
     PolySettings,
     StreamsBlock,
-    predicted_parameters,
+    mtp_parameters,
 )
 from diffquant.recipe.numbers.absmax import compute_dtype
 
@@ -129,7 +129,7 @@ class Motif3Architecture(Architecture):
     def carried(self) -> Parameters:
         attention = self._attention(0, self.seen)
         network = self._dense(self._poly(0), self.intermediate_size)
-        predicted = predicted_parameters(attention, network, self.final_norm[1])
+        predicted = mtp_parameters(attention, network, self.final_norm[1])
         layers = [prefix_names(f"model.mtp_layers.{i}", predicted) for i in range(self.num_nextn_predict_layers)]
         return {name: each for layer in layers for name, each in layer.items()}
 

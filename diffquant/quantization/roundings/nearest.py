@@ -95,7 +95,7 @@ def search_scale(
         [..., 1].
     """
     largest = number_format.scale(values, -1)
-    if number_format.is_even:
+    if number_format.has_integer_levels:
         largest = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -largest, largest)
     # If squares overflow, the absmax scale is kept.
     best, least = number_format.storable(largest, dtype), torch.full_like(largest, torch.inf)
@@ -124,12 +124,12 @@ def _squared_error(values: Tensor, scale: Tensor, number_format: NumberFormat, w
 
 def nearest_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
     """Return the level nearest to each value / scale, among all levels, including those that absmax leaves unused."""
-    return number_format.nearest_(values / scale.float())
+    return number_format.round_to_all_levels_(values / scale.float())
 
 
 def level_codes(levels: Tensor, number_format: NumberFormat) -> Tensor:
     """Return the int8 codes of numbers that are levels of a format."""
-    if number_format.is_even:
+    if number_format.has_integer_levels:
         return levels.to(torch.int8, memory_format=torch.contiguous_format)
     return number_format.codes(levels, levels.new_ones(()))
 

@@ -136,7 +136,7 @@ class Sharing:
         return self.name in ("", "row", "group", "static")
 
     @property
-    def counts_tokens(self) -> bool:
+    def has_token_groups(self) -> bool:
         """Whether groups of tokens start at position 0, so that padding shifts them."""
         return self.name in ("column", "block", "warp", "thread")
 

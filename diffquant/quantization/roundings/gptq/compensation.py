@@ -126,7 +126,7 @@ def round_in_one_pass(
 
     def settle(column: int) -> Tensor:
         weight, code = work[column], codes[column]
-        levels.nearest_(torch.div(weight, divisors, out=code))
+        levels.round_to_all_levels_(torch.div(weight, divisors, out=code))
         return torch.addcmul(weight, code, divisors, value=-1).div_(diagonal[column])
 
     _walk(work, factor, size, start, settle)
@@ -187,7 +187,7 @@ def _descend(
     def settle(column: int) -> Tensor:
         code, step = codes[column], scales[column // size]
         new = torch.addcdiv(code, pull[column], step, value=1 / diagonal[column])
-        levels.nearest_(new)
+        levels.round_to_all_levels_(new)
         moved = torch.sub(new, code).mul_(step)
         code.copy_(new)
         return moved

@@ -40,7 +40,7 @@ class _Ladder:
         self.last = self.first + len(levels) - 1
         # Change of the level per code; for uneven levels, half the distance between both neighbours.
         around = torch.tensor((2 * levels[0] - levels[1], *levels, 2 * levels[-1] - levels[-2]))
-        self._steps = None if number_format.is_even else (around[2:] - around[:-2]) / 2
+        self._steps = None if number_format.has_integer_levels else (around[2:] - around[:-2]) / 2
 
     def levels(self, codes: Tensor) -> Tensor:
         """Return the levels of codes, which are whole numbers in float32."""

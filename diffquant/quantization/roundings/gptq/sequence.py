@@ -158,7 +158,7 @@ class LayerWeights:
     def _bound_scheme(self, name: str) -> Scheme:
         """Return a weight's scheme, bound to its largest magnitude if the format has a scale per tensor."""
         scheme = self._scheme(name)
-        return scheme.bound_to(self._magnitudes.of(name)) if scheme.format.spans_tensor else scheme
+        return scheme.with_tensor_scale(self._magnitudes.of(name)) if scheme.format.spans_tensor else scheme
 
     def _stored_name(self, module: str) -> str:
         return self._source.adapter.source_name(self._name(module))

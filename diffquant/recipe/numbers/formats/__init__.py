@@ -78,7 +78,7 @@ class NumberFormat(ABC):
         return len(self.levels) - 1
 
     @cached_property
-    def is_even(self) -> bool:
+    def has_integer_levels(self) -> bool:
         """Whether codes equal levels, so that arithmetic on codes is valid."""
         return self.levels == tuple(range(int(self.lowest), int(self.largest) + 1))
 
@@ -116,7 +116,7 @@ class NumberFormat(ABC):
         """Return the dtype of the stored scale tensor of a weight whose unquantized dtype is `dtype`."""
         return self.scale_dtype(dtype)
 
-    def reads_scale(self, dtype: "torch.dtype") -> bool:
+    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
         """Return whether scales in a checkpoint may have this dtype."""
         return dtype.is_floating_point and dtype.itemsize > 1
 
@@ -161,7 +161,7 @@ class NumberFormat(ABC):
         del scale, dim
         return self
 
-    def bound_to(self, largest: "Tensor") -> "NumberFormat":
+    def with_tensor_scale(self, largest: "Tensor") -> "NumberFormat":
         """Return this format with the tensor scale of one weight, or itself if the format has no tensor scale.
 
         Args:
@@ -217,7 +217,7 @@ class NumberFormat(ABC):
         """Round values, already divided by their scale, to the nearest levels in place."""
         return ratio.copy_(self.values(self.codes(ratio, ratio.new_ones(())), ratio.dtype))
 
-    def nearest_(self, ratio: "Tensor") -> "Tensor":
+    def round_to_all_levels_(self, ratio: "Tensor") -> "Tensor":
         """Like `round_to_levels_`, but also use the levels that absmax leaves unused."""
         return self.round_to_levels_(ratio)
 

@@ -60,7 +60,7 @@ class Iq4Nl(NumberFormat):
 
         return _look_up(_nearest_levels()[1].to(torch.int8), x.to(compute_dtype(x)) / scale)
 
-    def nearest_(self, ratio: "Tensor") -> "Tensor":
+    def round_to_all_levels_(self, ratio: "Tensor") -> "Tensor":
         return ratio.copy_(_look_up(_nearest_levels()[0], ratio))
 
 
@@ -85,7 +85,7 @@ class Iq4Xs(Iq4Nl):
 
         return torch.uint8
 
-    def reads_scale(self, dtype: "torch.dtype") -> bool:
+    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
         import torch
 
         return dtype == torch.uint8

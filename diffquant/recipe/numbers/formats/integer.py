@@ -23,7 +23,7 @@ class Integer(NumberFormat):
 
     layout = PACK_QUANTIZED
     integer_refusal = None
-    is_even = True
+    has_integer_levels = True
 
     def __init__(self, bits: int) -> None:
         self.name, self._bits = str(bits), bits
@@ -45,7 +45,7 @@ class Integer(NumberFormat):
         """Round to integers in place, without clamping, because absmax scales never exceed the largest code."""
         return ratio.round_()
 
-    def nearest_(self, ratio: "Tensor") -> "Tensor":
+    def round_to_all_levels_(self, ratio: "Tensor") -> "Tensor":
         return ratio.round_().clamp_(self.lowest, self.largest)
 
     @property

@@ -188,7 +188,7 @@ class Microscaled(Minifloat):
 
         return torch.uint8
 
-    def reads_scale(self, dtype: "torch.dtype") -> bool:
+    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
         import torch
 
         return dtype == torch.uint8
