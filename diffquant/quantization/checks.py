@@ -257,7 +257,7 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
         # Blocks need not divide a weight's shape.
         if scheme.size and not scheme.sharing.tile:
             fixed_by = scheme.format.name if scheme.format.block else ""
-            groups.setdefault((scheme.size, fixed_by), {})[name] = info.shape
+            groups.setdefault((scheme.size * scheme.format.scales_per_step, fixed_by), {})[name] = info.shape
     problems = [_misfit_problem(size, shapes, fixed_by) for (size, fixed_by), shapes in groups.items()]
     if any(problems):
         raise GroupSizeError("; ".join(filter(None, problems)))

@@ -73,6 +73,8 @@ def refusal(target: str, scheme: Scheme, what: str | None = None) -> str | None:
     if scheme.sharing.tile and target == "weights" and not scheme.format.has_tiles:
         able = " and ".join(f"{name}:{scheme.sharing}" for name, each in FORMATS.items() if each.has_tiles)
         return f"{what}: {scheme.format.name} cannot have one scale per block of a weight; {able} can"
+    if scheme.format.for_weights_only and target != "weights":
+        return f"{what}: {scheme.format.name} is for weights only; use an integer format, such as 4"
     if scheme.format.fits_errors and target == "logits":
         return (
             f"{what}: {scheme.format.name} chooses scales by rounding error, but logits are scaled by their "

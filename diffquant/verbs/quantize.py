@@ -148,6 +148,12 @@ def quantize(
         return quantize_model(
             model, choose_supported_rounding(make_memory_source(model), wanted) if is_open else wanted
         )
+    needless = [option_name(name) for name, value in reads.items() if value is not None]
+    if needless and not _quantizes_weights(wanted):
+        raise UsageError(
+            f"leave out {' and '.join(needless)}, or give {option_name('weights', '4:g32')}: only the rounding of "
+            "weights uses such options, and this recipe rounds none"
+        )
     check_push(push, output or "")
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
     source = _open(model, weights_only, kept, weight_rules)
@@ -243,14 +249,17 @@ def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | No
     return EFFORTS[effort]
 
 
+def _quantizes_weights(recipe: Recipe) -> bool:
+    return any(scheme.quantizes for scheme in (recipe.weights, *recipe.weight_overrides.values()))
+
+
 def _note_what_is_missing(
     source: "Source | WeightSource", recipe: Recipe, asks_for_weights: bool, is_rule_open: bool
 ) -> None:
     """Print a note if no weight is quantized, a better rule was not asked for, or the folder will have no tokenizer."""
     from diffquant.checkpoints.tokenizer import has_tokenizer
 
-    is_plain = not any(scheme.quantizes for scheme in (recipe.weights, *recipe.weight_overrides.values()))
-    if is_plain and not source.packed and not asks_for_weights:
+    if not _quantizes_weights(recipe) and not source.packed and not asks_for_weights:
         say(
             f"note: no weight is quantized, because the recipe has none: add {option_name('weights', '4:g32')}; its "
             "cache and logits apply only when diffquant runs the folder"

@@ -31,7 +31,13 @@ from diffquant.support.installation import versions
 from diffquant.support.names import first_few, option_name
 
 BLOCK = 32
-_BLOCKS = {"4": GGMLQuantizationType.Q4_0, "5": GGMLQuantizationType.Q5_0, "8": GGMLQuantizationType.Q8_0}
+_BLOCKS = {
+    "4": GGMLQuantizationType.Q4_0,
+    "5": GGMLQuantizationType.Q5_0,
+    "8": GGMLQuantizationType.Q8_0,
+    "iq4_nl": GGMLQuantizationType.IQ4_NL,
+    "iq4_xs": GGMLQuantizationType.IQ4_XS,
+}
 _LICENCE = ("license", "license_name", "license_link")
 
 
@@ -163,7 +169,7 @@ def _kinds(
         scheme, width = matrix.scheme, matrix.shape[1]
         if scheme.quantizes and (scheme.format.name not in _BLOCKS or (scheme.size or BLOCK) % BLOCK):
             refused[str(scheme)].append(matrix.stored_name)
-        elif scheme.quantizes and width % BLOCK:
+        elif scheme.quantizes and width % (BLOCK * scheme.format.scales_per_step):
             refused[f"{scheme} in rows of {width}"].append(matrix.stored_name)
         elif scheme.quantizes:
             kinds[name] = _BLOCKS[scheme.format.name]
@@ -175,8 +181,8 @@ def _kinds(
         listed = "; ".join(f"{what} (of {first_few(names, ', ')})" for what, names in refused.items())
         raise CheckpointError(
             f"no GGUF type stores {listed} without loss. GGUF blocks have codes of 4, 5 or 8 bits with one scale per "
-            f"{BLOCK} values, as in 4:g{BLOCK} and 8:row, and a row must be a multiple of {BLOCK}; when you quantize, "
-            f"keep other weights at 16 bits with {option_name('overrides', 'PATTERN=16')}"
+            f"{BLOCK} values, as in 4:g{BLOCK}, 8:row and iq4_nl, and a row must be a multiple of {BLOCK} (256 for "
+            f"iq4_xs); when you quantize, keep other weights at 16 bits with {option_name('overrides', 'PATTERN=16')}"
         )
     return kinds
 

@@ -1,6 +1,6 @@
 """Export of a Llama, quantized or not, to a GGUF file; codes stay unchanged, and scales become float16.
 
-Blocks of Q4_0, Q5_0 and Q8_0 have 32 integers of one row and a float16 scale.
+Blocks of Q4_0, Q5_0, Q8_0 and IQ4_NL have 32 codes of one row and a float16 scale; IQ4_XS has 256 with 8 scales.
 
 Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; ggml, src/ggml-common.h.
 """
@@ -188,29 +188,34 @@ def _rows(matrix: Matrix, kind: GGMLQuantizationType, first: int, last: int) -> 
     if not matrix.scheme.quantizes:
         values = convert_rows(matrix.values(first, last), PLAIN_TYPES[kind], matrix.stored_name)
         return values.contiguous().view(torch.uint8).numpy(), 0, 0.0
-    codes, scales = matrix.codes(first, last), matrix.scales(first, last).float()
+    codes, scales, number_format = matrix.codes(first, last), matrix.scales(first, last), matrix.scheme.format
+    if number_format.scales_per_step > 1:
+        packed = scales if scales.dtype == torch.uint8 else number_format.pack_scale(scales)
+        return pack_blocks(codes, packed, number_format.code_width, BLOCK * number_format.scales_per_step), 0, 0.0
+    scales = scales.float()
     halves = scales.half()
     if not torch.isfinite(halves).all():
         raise CheckpointError(f"{matrix.stored_name} has a scale of {scales.max():g}, above float16's maximum of 65504")
-    errors = (halves.float() / scales - 1).abs()
-    return pack_blocks(codes, halves, matrix.scheme.bits), int((errors > 0).sum()), float(errors.max())
+    # A scale of 0 is exact.
+    errors = (halves.float() / scales - 1).abs().nan_to_num(0)
+    return pack_blocks(codes, halves, number_format.code_width), int((errors > 0).sum()), float(errors.max())
 
 
-def pack_blocks(codes: Tensor, scales: Tensor, bits: int) -> Bytes:
+def pack_blocks(codes: Tensor, scales: Tensor, bits: int, size: int = BLOCK) -> Bytes:
     """Pack codes and scales into ggml's blocks.
 
     Args:
         codes: int8 [rows, in].
-        scales: float16 [rows, groups]; a group is a whole number of blocks.
+        scales: float16 [rows, groups], where a group is a whole number of blocks; or a byte per 32 codes.
         bits: 4, 5 or 8.
+        size: codes in a block, a multiple of 32.
 
     Returns:
         uint8 [rows, bytes per row].
     """
-    rows, blocks = len(codes), codes.shape[1] // BLOCK
-    repeated = scales.repeat_interleave(blocks // scales.shape[1], 1)
-    parts: list[Bytes] = [repeated.numpy().view(np.uint8).reshape(rows, blocks, 2)]
-    values = codes.numpy().reshape(rows, blocks, BLOCK)
+    rows, groups = len(codes), codes.shape[1] // BLOCK
+    parts: list[Bytes] = [scales.repeat_interleave(groups // scales.shape[1], 1).numpy().view(np.uint8)]
+    values = codes.numpy().reshape(rows, groups, BLOCK)
     if bits == 8:
         parts.append(values.view(np.uint8))
     else:
@@ -219,7 +224,7 @@ def pack_blocks(codes: Tensor, scales: Tensor, bits: int) -> Bytes:
             parts.append(np.packbits(levels >> 4, axis=-1, bitorder="little"))
         low = levels & 15
         parts.append((low[..., : BLOCK // 2] | low[..., BLOCK // 2 :] << 4).astype(np.uint8))
-    return np.concatenate(parts, -1).reshape(rows, -1)
+    return np.concatenate([part.reshape(rows, codes.shape[1] // size, -1) for part in parts], -1).reshape(rows, -1)
 
 
 def _format_types(types: Mapping[str, int]) -> str:

@@ -5,6 +5,7 @@ Every library quantizes and dequantizes by itself; what it stores is counted fro
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,8 @@ from diffquant.checkpoints.compressed_tensors import SCALE, packed_shapes
 from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest, round_with_clipping
+from diffquant.recipe.numbers.formats.codebook import Iq4Nl, Iq4Xs
+from diffquant.recipe.numbers.sharing import Sharing
 from diffquant.recipe.scheme import Scheme
 from research.studies.model_reading import ModelReading
 from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, by_itself, group_size
@@ -27,18 +30,45 @@ _SCALE = torch.float16
 
 def ours(rule: str, bits: int, least: int, options: Mapping[str, Any] = MappingProxyType({})) -> Over:
     """A rule of ours with a scale a group, with its options."""
+    return _rounded(rule, lambda width: Scheme.parse(f"{bits}:g{group_size(width, least)}"), options)
+
+
+def codebook(rule: str, name: str, weighted: bool = False) -> Over:
+    """A rule of ours with 16 uneven levels in groups of 32, or the next larger divisor of a width.
+
+    Args:
+        name: "iq4_nl", or "iq4_xs", whose steps are of 8 groups, or of the next larger divisor.
+        weighted: whether `mse` weighs errors by the mean squares of the inputs, as llama.cpp does by its imatrix.
+    """
 
     def scheme_of(width: int) -> Scheme:
-        return Scheme.parse(f"{bits}:g{group_size(width, least)}")
+        block = group_size(width, 32)
+        steps = Iq4Xs(name, block, group_size(width // block, 8))
+        return Scheme(Iq4Nl(name, block) if name == "iq4_nl" else steps, Sharing("group", block))
 
+    return _rounded(rule, cache(scheme_of), weighted=weighted)
+
+
+def _rounded(
+    rule: str,
+    scheme_of: Callable[[int], Scheme],
+    options: Mapping[str, Any] = MappingProxyType({}),
+    weighted: bool = False,
+) -> Over:
     def over(reading: ModelReading) -> Quantize:
+        importance = reading.mean_squares if weighted else {}
+        mse = Rounder(partial(round_with_clipping, importance=importance))
+        data_free = {"nearest": Rounder(round_to_nearest), "mse": mse}
+
         def quantize(name: str, weight: Tensor) -> Quantized:
-            data_free = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}
             rounder = data_free.get(rule) or reading.rounder(rule, options, scheme_of)
             scheme = scheme_of(weight.shape[1])
             scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
-            stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
-            return Quantized(quantize_as_stored(rounder, name, weight.float(), scheme, _SCALE), stored, stored)
+            steps = scheme.format.scales_per_step
+            of_scale = 8 * _SCALE.itemsize if steps == 1 else 6 + 8 * _SCALE.itemsize / steps
+            stored = weight.numel() * scheme.format.code_width + round(scales * of_scale)
+            dtype = scheme.format.scale_dtype(_SCALE)
+            return Quantized(quantize_as_stored(rounder, name, weight.float(), scheme, dtype), stored, stored)
 
         return quantize
 
@@ -156,16 +186,22 @@ def _of_ours(tier: str, bits: int, least: int) -> list[Method]:
     return [Method(f"{rule} {bits}:{sharing}", tier, ours(rule, bits, least)) for rule in RULES]
 
 
+def _of_codebook(tier: str, name: str) -> list[Method]:
+    return [Method(f"{rule} {name}", tier, codebook(rule, name)) for rule in RULES]
+
+
 # A group that is wider than any weight is a whole row.
 _ROW = 1 << 30
 _FINE, _COARSE, _SIX, _LOW, _EIGHT = TIERS
 METHODS = (
     *_of_ours(_FINE, 4, 32),
+    *_of_codebook(_FINE, "iq4_nl"),
     Method("bitsandbytes nf4, blocks of 64", _FINE, _bitsandbytes("nf4", nested=False), "bitsandbytes"),
     Method("bitsandbytes fp4, blocks of 64", _FINE, _bitsandbytes("fp4", nested=False), "bitsandbytes"),
     Method("torchao int4, groups of 64", _FINE, _torchao_int4(64), "torchao"),
     Method("HQQ 4 bits, groups of 64", _FINE, _hqq(4, 64), "hqq"),
     *_of_ours(_COARSE, 4, 128),
+    *_of_codebook(_COARSE, "iq4_xs"),
     Method("bitsandbytes nf4, double quantization", _COARSE, _bitsandbytes("nf4", nested=True), "bitsandbytes"),
     Method("bitsandbytes fp4, double quantization", _COARSE, _bitsandbytes("fp4", nested=True), "bitsandbytes"),
     Method("torchao int4, groups of 256", _COARSE, _torchao_int4(256), "torchao"),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from diffquant.model.walk import Walk
 from research.studies.model_reading import ModelReading
+from research.studies.quantizers import codebook
 from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, group_size
 
 _SCALE_BITS = 16
@@ -231,6 +232,8 @@ def _of_llama_cpp(tier: str, kind: str) -> Method:
 
 
 TEXT_METHODS = (
+    Method("mse iq4_nl, imatrix", _FINE, codebook("mse", "iq4_nl", weighted=True)),
+    Method("mse iq4_xs, imatrix", _COARSE, codebook("mse", "iq4_xs", weighted=True)),
     _of_auto_round(_FINE, 4, 32),
     *_of_llm_compressor(_FINE, 4, 32),
     _of_llama_cpp(_FINE, "Q4_0"),

@@ -170,7 +170,7 @@ def weighted_errors(llama, folder, means):
     }
 
 
-@pytest.mark.parametrize("scheme", ["4:g32", "3:row", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["4:g32", "3:row", "nvfp4", "iq4_nl"])
 def test_every_tensors_weighted_error_is_smaller_with_an_imatrix(llama, measured, tmp_path, scheme):
     means = in_gguf(measured)
     diffquant.quantize(llama, tmp_path / "plain", scheme, rounding="mse")
@@ -241,6 +241,13 @@ def test_other_rules_refuse_an_imatrix(llama, measured, tmp_path, rounding):
         diffquant.quantize(llama, tmp_path / "low", "4:g32", rounding=rounding, imatrix=measured)
     with pytest.raises(UsageError, match="mse' rounds row by row"):
         diffquant.quantize(llama, tmp_path / "low", "8:tensor", imatrix=measured)
+
+
+@in_one_test("given", [{"imatrix": "none.gguf"}, {"tokens": 100, "seed": 1}])
+def test_what_only_weights_need_is_refused_where_none_is_rounded(llama, tmp_path, given):
+    names = " and ".join(given)
+    with pytest.raises(UsageError, match=f"leave out {names}, or give weights=.*, and this recipe rounds none"):
+        diffquant.quantize(llama, tmp_path / "low", {"kv": 8}, **given)
 
 
 def test_experts_in_one_tensor_are_refused(tmp_path, measured):

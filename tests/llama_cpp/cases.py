@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import diffquant
 from diffquant import data
@@ -215,7 +215,7 @@ def write_ends(case: str, folder: Path) -> Path:
 
 # Schemes of exported files, of which 16 is one in float32. In products with codes llama.cpp rounds what they multiply
 # to 8 bits.
-EXPORTS = ("16", "4:g32", "5:g32", "8:row")
+EXPORTS = ("16", "4:g32", "5:g32", "8:row", "iq4_xs")
 # Entries of the vocabulary of which an exported file's logits are recorded.
 COLUMNS = 64
 PROSE = data.books_text()[5000:5300]
@@ -226,9 +226,27 @@ def write_export(scheme: str, folder: Path) -> Path:
     source, file = POCKET / "prose-transformer", folder / f"{scheme.replace(':', '-')}.gguf"
     if scheme == "16":
         diffquant.export(source, file, to="gguf", dtype="float32")
+    elif scheme == "iq4_xs":
+        wide = write_widened(source, folder / "wide")
+        diffquant.quantize(wide, file, {"weights": "iq4_nl", "overrides": {"*.down_proj": scheme}}, to="gguf")
     else:
         diffquant.quantize(source, file, {"weights": scheme, "overrides": {"*.down_proj": "16"}}, to="gguf")
     return file
+
+
+def write_widened(source: Path, folder: Path, width: int = 512) -> Path:
+    """The same model with zeros in its MLPs, whose rows of down_proj are then whole blocks of 256."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    lacking = width - config["intermediate_size"]
+    for name, tensor in tensors.items():
+        if ".mlp." in name:
+            sizes = (0, lacking) if "down_proj" in name else (0, 0, 0, lacking)
+            tensors[name] = torch.nn.functional.pad(tensor, sizes)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
+    return folder
 
 
 def export_tokens() -> list[int]:

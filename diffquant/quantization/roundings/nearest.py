@@ -58,9 +58,25 @@ def round_with_clipping(
     """
     view, _ = scheme.sharing.view(values)
     weights = scheme.sharing.view(importance[name][None])[0] if name in importance else None
-    scale = search_scale(view, scheme.format, dtype, weights)
+    scale = search_scales(view, scheme.format, dtype, weights)
     levels = nearest_levels(view, scale, scheme.format).reshape(values.shape)
     return level_codes(levels, scheme.format), scale.reshape(len(values), -1)
+
+
+def search_scales(
+    groups: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
+) -> Tensor:
+    """Return the scales [..., groups, 1] of least squared error of groups [..., groups, n]; see `search_scale`."""
+    if (size := number_format.scales_per_step) == 1:
+        return search_scale(groups, number_format, dtype, weights)
+    parts = groups.unflatten(-2, (-1, size))
+    weights = None if weights is None else weights.unflatten(-2, (-1, size))
+    bound = number_format.fit_step(search_scale(parts, number_format, dtype, weights), -2)
+    found = search_scale(parts, bound, dtype, weights)
+    plain = number_format.scale(groups, -1, dtype).unflatten(-2, (-1, size))
+    # Which scales are the best without a common step does not tell which are with one.
+    errors = [_squared_error(parts, each, number_format, weights).sum(-2, keepdim=True) for each in (plain, found)]
+    return torch.where(errors[0] < errors[1], plain, found).flatten(-3, -2)
 
 
 def search_scale(
@@ -86,13 +102,26 @@ def search_scale(
     # If squares overflow, the absmax scale is kept.
     best, least = number_format.storable(largest, dtype), torch.full_like(largest, torch.inf)
     shares = number_format.trials or [1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)]
+
+    def better(scale: Tensor) -> tuple[Tensor, Tensor]:
+        error = _squared_error(values, scale, number_format, weights)
+        return torch.where(error < least, scale, best), error.minimum(least)
+
     for share in shares:
-        scale = number_format.storable(largest * share, dtype)
-        rounded = nearest_levels(values, scale, number_format).mul_(scale.float())
-        squares = rounded.sub_(values).square_()
-        error = (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
-        best, least = torch.where(error < least, scale, best), error.minimum(least)
+        best, least = better(number_format.storable(largest * share, dtype))
+    if number_format.refits_scale:
+        levels = nearest_levels(values, best, number_format)
+        pull = levels if weights is None else levels * weights
+        tiny = torch.finfo(levels.dtype).tiny
+        fitted = (pull * values).sum(-1, keepdim=True) / (pull * levels).sum(-1, keepdim=True).clamp(min=tiny)
+        best, least = better(number_format.storable(fitted, dtype))
     return best
+
+
+def _squared_error(values: Tensor, scale: Tensor, number_format: NumberFormat, weights: Tensor | None) -> Tensor:
+    """Return the error [..., 1] of each group; see `search_scale`."""
+    squares = nearest_levels(values, scale, number_format).mul_(scale.float()).sub_(values).square_()
+    return (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
 
 
 def nearest_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:

@@ -235,7 +235,7 @@ class SambaYForCausalLM(ServedDecoder, HasInnerState, IsHybrid, SupportsMambaPre
 def state_shapes(block: MambaBlock) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of a layer's newest inputs and of its state, as vLLM stores them."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]] = MambaStateShapeCalculator.mamba1_state_shape(
-        1, block.inner, block.states, block.seen
+        1, block.inner, block.states, block.kernel_size
     )
     return shapes
 

@@ -32,6 +32,8 @@ def installed(package):
         ("nearest 4:g32", 4.5, 4.5),
         ("mse 4:g128", 4.125, 4.125),
         ("nearest 6:g128", 6.125, 6.125),
+        ("nearest iq4_nl", 4.5, 4.5),
+        ("mse iq4_xs", 4.25, 4.25),
         pytest.param("bitsandbytes nf4, blocks of 64", 4.5, 4.5, marks=installed("bitsandbytes")),
         # 8 bits a block, and float32 for the offset and each 256 blocks.
         pytest.param(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.quantization.roundings.nearest import level_codes, nearest_levels, search_scale
+from diffquant.quantization.roundings.nearest import level_codes, nearest_levels, search_scale, search_scales
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.scheme import Scheme
 
@@ -122,10 +122,17 @@ def round_in_one_pass(
     codes, scales = torch.empty_like(values), torch.empty(len(values) // size, values.shape[1], dtype=dtype)
     # Loss per squared error in a column, after later columns have compensated for it.
     costs, diagonal = factor.diagonal().square().reciprocal(), factor.diagonal().tolist()
-    work, divisors = values.clone(), torch.empty_like(values[0])
+    work, divisors, bound = values.clone(), torch.empty_like(values[0]), levels
+
+    def find_scales(columns: slice, levels: NumberFormat) -> Tensor:
+        groups = work[columns].mT.contiguous().unflatten(1, (-1, size))
+        return search_scale(groups, levels, dtype, costs[columns].unflatten(0, (-1, size)))
 
     def start(columns: slice) -> None:
-        scale = search_scale(work[columns].mT.contiguous(), levels, dtype, costs[columns]).squeeze(1)
+        nonlocal bound
+        if ahead := _columns_of_step(columns, levels):
+            bound = levels.fit_step(find_scales(ahead, levels), 1)
+        scale = find_scales(columns, bound).flatten()
         scales[columns.start // size] = scale
         divisors.copy_(scale)
 
@@ -148,8 +155,10 @@ def round_in_order(
     Args:
         order: int64 [in], indices of the columns in the order in which they are rounded.
     """
-    groups, weights = values.unflatten(0, (-1, size)), inputs.products.diagonal().unflatten(0, (-1, size))
-    scales = torch.cat([search_scale(g.mT, levels, dtype, w).mT for g, w in zip(groups, weights, strict=True)])
+    sizes = -1, levels.scales_per_step, size
+    parts, weights = values.unflatten(0, sizes), inputs.products.diagonal().unflatten(0, sizes)
+    found = [search_scales(p.movedim(-1, 0), levels, dtype, w) for p, w in zip(parts, weights, strict=True)]
+    scales = torch.cat([scale.squeeze(-1).mT for scale in found])
     codes, work, columns = torch.empty_like(values), values[order], order.tolist()
 
     def settle(place: int) -> Tensor:
@@ -174,13 +183,17 @@ def _descend(
     codes, scales, diagonal = codes.clone(), scale.float(), products.diagonal().tolist()
     # Minus half the gradient of the error with respect to each weight.
     pull = products @ (values - codes * scales.repeat_interleave(size, 0))
+    bound = levels
 
     def start(columns: slice) -> None:
+        nonlocal bound
+        if ahead := _columns_of_step(columns, levels):
+            bound = levels.fit_step(scales[ahead.start // size : ahead.stop // size], 0)
         group, old = codes[columns], scales[columns.start // size]
         seen = products[columns, columns] @ group
         curvature = (seen * group).sum(0).clamp(min=torch.finfo(torch.float32).tiny)
         force = (pull[columns] * group).sum(0)
-        new = levels.storable(old + force / curvature, scale.dtype)
+        new = bound.storable(old + force / curvature, scale.dtype).flatten()
         change = new.float() - old
         change = change.where(change * (2 * force - change * curvature) > 0, 0.0)
         old += change
@@ -196,6 +209,13 @@ def _descend(
 
     _walk(pull, products, size, start, settle)
     return codes, scales.to(scale.dtype)
+
+
+def _columns_of_step(group: slice, levels: NumberFormat) -> slice | None:
+    """Return the columns whose scales share a step if a group's columns are the first of them, otherwise None."""
+    width = (group.stop - group.start) * levels.scales_per_step
+    is_first = levels.scales_per_step > 1 and group.start % width == 0
+    return slice(group.start, group.start + width) if is_first else None
 
 
 def _walk(

@@ -32,9 +32,11 @@ class _Ladder:
         first, last: lowest and highest code.
     """
 
-    def __init__(self, number_format: NumberFormat) -> None:
-        self._format, levels = number_format, number_format.levels
-        self.first = -levels.index(0)
+    def __init__(self, number_format: NumberFormat, scale: Tensor) -> None:
+        """Prepare for a weight whose scales [out, in/g] share the steps of `scale`, if the format has steps."""
+        levels, self._sizes = number_format.levels, (-1, number_format.scales_per_step)
+        self._format = number_format.fit_step(scale.unflatten(1, self._sizes), -1)
+        self.first = -number_format.zero
         self.last = self.first + len(levels) - 1
         # Change of the level per code; for uneven levels, half the distance between both neighbours.
         around = torch.tensor((2 * levels[0] - levels[1], *levels, 2 * levels[-1] - levels[-2]))
@@ -48,10 +50,14 @@ class _Ladder:
         """Convert derivatives by level into derivatives by code, in place."""
         return values if self._steps is None else values.mul_(self._steps[codes.int() - self.first])
 
-    def storable(self, scale: Tensor) -> Tensor:
+    def storable(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return scales [out, in/g] rounded as stored."""
+        return self._format.storable(scale.unflatten(1, self._sizes), dtype).flatten(1)
+
+    def approximate(self, scale: Tensor) -> Tensor:
         """Return scales rounded as stored if they are stored in 8 bits; the rounding to 16 bits is ignored."""
         is_coarse = self._format.stored_scale_dtype(scale.dtype).itemsize == 1
-        return self._format.storable(scale, scale.dtype) if is_coarse else scale
+        return self.storable(scale, scale.dtype) if is_coarse else scale
 
 
 class _Rounded(torch.autograd.Function):
@@ -62,7 +68,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, stretch: Tensor, scale: Tensor, ladder: _Ladder) -> Tensor:
-        codes, stretched = place.round(), ladder.storable(scale * (1 + stretch))
+        codes, stretched = place.round(), ladder.approximate(scale * (1 + stretch))
         ctx.ladder = ladder
         ctx.save_for_backward(codes, stretched, scale)
         return _times(ladder.levels(codes), stretched)
@@ -99,10 +105,11 @@ class _Latent(nn.Module):
     def __init__(self, weight: Tensor, made: Made, scheme: Scheme) -> None:
         super().__init__()
         codes, scale = made[0].float(), made[1]
-        self._format, self._dtype, self._scale = scheme.format, scale.dtype, scale.float()
-        self._ladder = _Ladder(scheme.format)
+        self._dtype, self._scale = scale.dtype, scale.float()
+        self._ladder = _Ladder(scheme.format, self._scale)
         away = _times(weight, 1 / self._scale) - self._ladder.levels(codes)
-        away /= self._ladder.per_code_(torch.ones_like(away), codes)
+        # A group of zeros may have scale 0.
+        away.div_(self._ladder.per_code_(torch.ones_like(away), codes)).nan_to_num_(0, 0, 0)
         self.place = nn.Parameter(codes + away.clamp(-_FARTHEST_START, _FARTHEST_START))
         self.stretch = nn.Parameter(torch.zeros_like(self._scale))
         self.stay_in_range()
@@ -118,8 +125,7 @@ class _Latent(nn.Module):
 
     def to_codes(self) -> Made:
         """Return int8 codes and the scale as stored."""
-        scale = self._format.storable(self._scale * (1 + self.stretch), self._dtype)
-        return self.place.round().to(torch.int8), scale
+        return self.place.round().to(torch.int8), self._ladder.storable(self._scale * (1 + self.stretch), self._dtype)
 
 
 class _Output(nn.Module):

@@ -22,18 +22,21 @@ if TYPE_CHECKING:
 class NumberFormat(ABC):
     """A number format: a quantized value is a level times a scale.
 
-    A level's code is its index in `levels` minus the index of 0. If levels are consecutive whole numbers, codes equal
-    levels. A format must define its name and levels; all else has defaults that follow from them.
+    A level's code is its index in `levels` minus `zero`, the index of 0. If levels are consecutive whole numbers, codes
+    equal levels. A format must define its name and levels; all else has defaults that follow from them.
 
     Attributes:
         name: the format's name in schemes: "4" in "4:g32".
-        levels: the numbers that codes stand for, ascending, including 0; at most 256.
+        levels: the numbers that codes stand for, ascending, at most 256; one is 0, except in formats for weights only.
         quantizes: whether values are rounded; False only for 16 bits.
         block: number of neighbouring values that share a scale, or None if the scheme sets it.
         spans_tensor: whether each scale of a weight depends on the largest magnitude of the whole weight.
         fits_errors: whether scales minimize the rounding error, so that they depend on more than the largest magnitude.
         trials: multiples of the absmax scale that error-minimizing roundings try; empty for the width's default.
+        refits_scale: whether these roundings also try the scale of least squared error for the best trial's levels.
         has_tiles: whether a weight may have one scale per square block.
+        for_weights_only: whether only weights may have this format.
+        scales_per_step: number of neighbouring scales of a row that are multiples of one step; 1 if scales are free.
     """
 
     name: str
@@ -43,9 +46,17 @@ class NumberFormat(ABC):
     spans_tensor: ClassVar[bool] = False
     fits_errors: ClassVar[bool] = False
     trials: ClassVar[tuple[float, ...]] = ()
+    refits_scale: ClassVar[bool] = False
     has_tiles: ClassVar[bool] = False
+    for_weights_only: ClassVar[bool] = False
+    scales_per_step: ClassVar[int] = 1
 
     # Plain properties: a cached one takes a lock, which torch.compile cannot trace.
+    @property
+    def zero(self) -> int:
+        """Index of the level with code 0."""
+        return self.levels.index(0)
+
     @property
     def largest(self) -> float:
         """Level to which absmax maps the largest magnitude."""
@@ -145,6 +156,11 @@ class NumberFormat(ABC):
         limit = numbers.max / -self.lowest * (1 - numbers.eps)
         return to_storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
 
+    def fit_step(self, scale: "Tensor", dim: int) -> "NumberFormat":
+        """Return this format with the steps that suit the scales along `dim`, or itself if scales are free."""
+        del scale, dim
+        return self
+
     def with_tensor_scale(self, largest: "Tensor") -> "NumberFormat":
         """Return this format with the tensor scale of one weight, or itself if the format has no tensor scale.
 
@@ -187,8 +203,7 @@ class NumberFormat(ABC):
         ratio = (x.to(compute_dtype(x)) / scale).contiguous()
         levels = torch.tensor(self.levels, dtype=ratio.dtype, device=ratio.device)
         middles = (levels[1:] + levels[:-1]) / 2
-        zero = self.levels.index(0)
-        below, above = (torch.bucketize(ratio, middles, right=up, out_int32=True) - zero for up in (False, True))
+        below, above = (torch.bucketize(ratio, middles, right=up, out_int32=True) - self.zero for up in (False, True))
         return torch.where(below % 2 == 0, below, above).to(torch.int8)
 
     def values(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
@@ -196,7 +211,7 @@ class NumberFormat(ABC):
         import torch
 
         levels = torch.tensor(self.levels, dtype=dtype, device=codes.device)
-        return levels[codes.long() + self.levels.index(0)]
+        return levels[codes.long() + self.zero]
 
     def round_to_levels_(self, ratio: "Tensor") -> "Tensor":
         """Round values, already divided by their scale, to the nearest levels in place."""
@@ -298,7 +313,8 @@ def register(number_format: NumberFormat) -> None:
         raise UsageError(f"there is a format {name!r} already; give the new one another name")
     if (not name.isidentifier() and not name.isdecimal()) or name != name.lower():
         raise UsageError(f"format {name!r}: a name consists of lowercase letters, digits and underscores")
-    if number_format.quantizes and (list(levels) != sorted(set(levels)) or 0 not in levels or len(levels) > 256):
+    has_zero = 0 in levels or number_format.for_weights_only
+    if number_format.quantizes and (list(levels) != sorted(set(levels)) or not has_zero or len(levels) > 256):
         raise UsageError(f"format {name}: its levels must be ascending, include 0 and be at most 256 numbers")
     FORMATS[name] = number_format
 
