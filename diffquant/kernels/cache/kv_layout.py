@@ -117,13 +117,13 @@ PAGE = tl.constexpr(repack.FRAGMENT)
 
 
 @triton.jit
-def pages_of(Table, begin, oldest, end, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+def pages_of(Table, begin, oldest, end, COUNT: tl.constexpr):
     """Return the page numbers of COUNT·16 tokens from `begin` on, a tuple.
 
-    The Table is not read beyond the pages of the blocks that contain tokens of [oldest, end), since it may be undefined
-    there; instead, the nearest of these pages is returned.
+    The Table is not read beyond the pages that contain tokens of [oldest, end), since it may be undefined there;
+    instead, the nearest of these pages is returned.
     """
-    first = oldest // BLOCK * BLOCK // PAGE
+    first = oldest // PAGE
     out = ()
     for i in tl.static_range(COUNT):
         number = tl.minimum(tl.maximum(begin // PAGE + i, first), tl.maximum(end - 1, 0) // PAGE)
@@ -138,15 +138,6 @@ def page_at(pages, number):
     for i in tl.static_range(1, len(pages)):
         out = tl.where(number == i, pages[i], out)
     return out.to(tl.int64)
-
-
-@triton.jit
-def paged_token_scales(Scales, pages, heads, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Load a step's per-token scales in the layout of `token_scales`; `Scales` points to the head's in page 0."""
-    index = tl.arange(0, TOKENS // 8 * WARPS)
-    page = page_at(pages, index % WARPS * (TOKENS // PAGE) + index // (2 * WARPS))
-    token = (index // WARPS % 2 * 8)[:, None] + tl.arange(0, 32)[None, :] // 4
-    return tl.load(Scales + (page * heads * PAGE)[:, None] + token)
 
 
 @triton.jit
