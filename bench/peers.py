@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,32 @@ def _flash_widths(call: AttentionCall) -> str | None:
     return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA needs 16 bits"
 
 
+def _flex(call: AttentionCall) -> Tensor:
+    """Compute attention by compiled FlexAttention, with a call per map; it supports a dv that differs from d."""
+    mask = _causal_block(call.length, call.v.shape[2], str(call.v.device))
+    outputs: list[Tensor] = [
+        _compiled_flex()(q, k, call.v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        for q, k in zip(call.q, call.k, strict=True)
+    ]
+    return outputs[0] if call.lam is None else outputs[0] - call.lam.to(outputs[0].dtype) * outputs[1]
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+@cache
+def _causal_block(queries: int, keys: int, device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(
+        lambda _batch, _head, i, j: j <= i + (keys - queries), None, None, queries, keys, device=device
+    )
+
+
 class _Projected(nn.Module):
     """Replaces a projection: returns a given tensor, or its input if there is none."""
 
@@ -196,6 +223,7 @@ PEERS: dict[str, Peer] = {
     "FlashDiffAttn_1, SDPA mem-efficient": _sdpa("EFFICIENT", roofline.count_two_calls),
     "FlashDiffAttn_1, SDPA cuDNN": _sdpa("CUDNN", roofline.count_two_calls),
     "FlashDiffAttn_1, SDPA flash, keys padded": _sdpa("FLASH", roofline.count_two_calls, _padded_call),
+    "FlashDiffAttn_1, FlexAttention": Peer(_flex, roofline.count_two_calls, missing=_only_cuda),
     "FlashDiffAttn_1, flash-attn-4": _kernel("flash_attn_4", roofline.count_two_calls),
     "FlashDiffAttn_2": Peer(_ours("flashdiff2"), roofline.count_four_calls),
     "FlashDiffAttn_2, SDPA flash": _sdpa("FLASH", roofline.count_four_calls, composed=flashdiff2),
