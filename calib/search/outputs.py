@@ -1,7 +1,5 @@
 """Outputs of a search: recipe and results as files, a table for the terminal, plots and an HTML report."""
 
-import itertools
-import math
 import os
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -15,6 +13,7 @@ from diffquant.calib.search.result import (
     Width,
     alike,
     format_width,
+    interpolate_uniform_kl,
     read_search,
     read_searches,
     roles_table,
@@ -36,9 +35,6 @@ from diffquant.reports.plots import (
 from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table, megabytes
 from diffquant.support.outputs import RunFiles, check_replaced, has_fields
-
-# Largest difference between targets' positions between two uniform widths (0 to 1) that counts as equal.
-_ALIKE = 0.02
 
 
 def search_table(result: SearchResult) -> str:
@@ -67,26 +63,6 @@ def verdict(result: SearchResult) -> str:
         f"budget {result.budget}: KL {searched.kl:.4g} on held-out text, against {rival}{even.kl:.4g} of the same "
         "widths spread evenly"
     )
-
-
-def interpolate_uniform_kl(result: SearchResult) -> float | None:
-    """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
-
-    Returns:
-        The KL in nats, or None if there are no two neighbouring uniform widths that enclose the recipe at the same
-        position for all targets, each with a KL above 0.
-    """
-    searched = result.candidates[0].bits
-    uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]
-    for low, high in itertools.pairwise(uniform):
-        steps = {target: high.bits[target] - low.bits[target] for target in searched}
-        # A wider code may not need more bytes: packed rows are padded to whole words.
-        if not all(steps.values()) or min(low.kl, high.kl) <= 0:
-            continue
-        shares = [(searched[target] - low.bits[target]) / step for target, step in steps.items()]
-        if min(shares) >= 0 and max(shares) <= min(1, min(shares) + _ALIKE):
-            return math.exp((1 - shares[0]) * math.log(low.kl) + shares[0] * math.log(high.kl))
-    return None
 
 
 def _cells(candidate: Candidate) -> list[str]:

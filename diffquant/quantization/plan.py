@@ -193,7 +193,12 @@ def plan_quantization(
         GroupSizeError: a group size does not divide the width of some tensors.
         UsageError: see `checked_schemes`.
     """
-    _refuse_quantized(source)
+    if (entry := source.checkpoint.config.get("quantization_config")) is not None:
+        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
+        raise CheckpointError(
+            f"{source.path} is quantized already ({method}): rounding twice only adds error; "
+            "start from the 16-bit checkpoint"
+        )
     notes: tuple[str, ...] = ()
     if isinstance(source, Source):
         recipe, notes = merge_stored(recipe, source.recipe)
@@ -208,20 +213,23 @@ def plan_quantization(
     # A recipe without low-bit weights copies all weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
     parted = _choose_parts(source, packed)
+
+    def plan_tensor(name: str, info: TensorInfo) -> PlannedTensor:
+        scheme, of_inputs = packed.get(name, FULL), inputs.get(name, FULL)
+        written = source.checkpoint.written_dtype(name)
+        if not scheme.quantizes:
+            return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked.get(name, written), info.shape),))
+        if of_inputs.quantizes and scheme.format.name == BYTES.name:
+            scheme = replace(scheme, format=BYTES)
+        parts = parted(name.removesuffix(".weight"), info.shape)
+        outputs = [output for part in parts for output in part.outputs(scheme, written)]
+        if of_inputs.format.spans_tensor:
+            outputs += [OutputTensor(part.module + INPUT_GLOBAL, torch.float32, (1,)) for part in parts]
+        return PlannedTensor(name, info, scheme, tuple(outputs), parts, of_inputs)
+
     surplus = find_surplus_tensors(source.checkpoint, source.adapter) if isinstance(source, Source) else ()
-    tensors = tuple(
-        _plan(
-            name,
-            info,
-            packed.get(name, FULL),
-            source.checkpoint.written_dtype(name),
-            unpacked.get(name),
-            parted,
-            inputs.get(name, FULL),
-        )
-        for name, info in source.checkpoint.tensors.items()
-        if name not in surplus
-    )
+    listed = ((name, info) for name, info in source.checkpoint.tensors.items() if name not in surplus)
+    tensors = tuple(plan_tensor(name, info) for name, info in listed)
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None
     is_rounded = bool(unpacked) or read_stored_dtype(source.checkpoint.config) is not None
@@ -284,33 +292,3 @@ def _check_names(tensors: Sequence[PlannedTensor]) -> None:
             f"{first_few(twice, ', ')} would be written twice: the source already has tensors with these names; "
             "keep those weights at 16 bits"
         )
-
-
-def _refuse_quantized(source: Source | WeightSource) -> None:
-    entry = source.checkpoint.config.get("quantization_config")
-    if entry is not None:
-        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
-        raise CheckpointError(
-            f"{source.path} is quantized already ({method}): rounding twice only adds error; "
-            "start from the 16-bit checkpoint"
-        )
-
-
-def _plan(
-    name: str,
-    info: TensorInfo,
-    scheme: Scheme,
-    written: torch.dtype,
-    unpacked: torch.dtype | None,
-    parted: Parted,
-    inputs: Scheme,
-) -> PlannedTensor:
-    if not scheme.quantizes:
-        return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
-    if inputs.quantizes and scheme.format.name == BYTES.name:
-        scheme = replace(scheme, format=BYTES)
-    parts = parted(name.removesuffix(".weight"), info.shape)
-    outputs = tuple(output for part in parts for output in part.outputs(scheme, written))
-    if inputs.format.spans_tensor:
-        outputs += tuple(OutputTensor(part.module + INPUT_GLOBAL, torch.float32, (1,)) for part in parts)
-    return PlannedTensor(name, info, scheme, outputs, parts, inputs)

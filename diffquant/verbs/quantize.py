@@ -172,19 +172,11 @@ def quantize(
         if on_plan is not None:
             on_plan(plan)
 
+    make = partial(write, recipe=wanted, dtype=dtype, progress=shown)
     if to is None:
-        report = write(
-            source,
-            output,
-            wanted,
-            dtype=dtype,
-            overwrite=overwrite,
-            on_plan=tell,
-            calibrate=calibrate_cache,
-            progress=shown,
-        )
+        report = make(source, output, overwrite=overwrite, on_plan=tell, calibrate=calibrate_cache)
     else:
-        report = _as_gguf(source, Path(output), to, overwrite, shown, tell, partial(write, recipe=wanted, dtype=dtype))
+        report = _as_gguf(source, Path(output), to, overwrite, shown, tell, make)
     push_folder(output, push)
     return report
 
@@ -196,7 +188,7 @@ def _as_gguf(
     overwrite: bool,
     progress: Progress,
     tell: "Callable[[QuantizationPlan], None]",
-    write: "Callable[..., Quantization]",
+    make: "Callable[..., Quantization]",
 ) -> "Quantization":
     """Write a quantized checkpoint into a temporary folder, and convert it to a GGUF file.
 
@@ -217,7 +209,7 @@ def _as_gguf(
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".diffquant-", dir=output.absolute().parent) as folder:
-        report = write(source, Path(folder) / output.stem, on_plan=check_plan, progress=progress)
+        report = make(source, Path(folder) / output.stem, on_plan=check_plan)
         made = export_gguf(report.destination, output, overwrite=overwrite, progress=progress)
     notes = (*report.notes, *made.notes)
     return replace(report, destination=made.file, bytes_after=made.bytes_after, notes=notes)
@@ -259,9 +251,8 @@ def _note_what_is_missing(source: "Source | WeightSource", recipe: Recipe, asks_
 def _default_output(model: AnyModel, source: "Source | WeightSource", recipe: object, to: str | None) -> Path:
     """Return a path in the current folder, named after the model and the preset."""
     name = str(model).partition("@")[0] if isinstance(model, str | Path) else str(source.path)
-    suffix = (
-        recipe if isinstance(recipe, str) and recipe in PRESETS else DEFAULT_RECIPE if recipe is None else "quantized"
-    )
+    kind = DEFAULT_RECIPE if recipe is None else recipe
+    suffix = kind if isinstance(kind, str) and kind in PRESETS else "quantized"
     return Path(f"{Path(name).resolve().name.removesuffix('.gguf')}-{suffix}{'' if to is None else f'.{to}'}")
 
 

@@ -26,8 +26,6 @@ from diffquant.onnx.verification.caches import WHOLE, GrowingCache, Past, Static
 from diffquant.onnx.verification.errors import (
     StageErrors,
     StageNoise,
-    TokenComparison,
-    compare_tokens,
     relative_rms,
     stage_errors,
 )
@@ -35,7 +33,6 @@ from diffquant.onnx.verification.passages import iterate_far_calls, past_lengths
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
-    loses_tokens,
     measures,
     nearest_limit,
 )
@@ -48,6 +45,7 @@ from diffquant.onnx.verification.rounding import (
     round_inputs_once,
 )
 from diffquant.onnx.verification.routes import PREFILL, last_positions, prefill, routes
+from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, loses_tokens
 from diffquant.onnx.verifier import rotation_excess
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges

@@ -20,10 +20,10 @@ from diffquant.checkpoints.compressed_config import (
     block_shape,
     has_targets,
     is_square,
-    pick_targets,
     records_activations,
     states_cache,
 )
+from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
 from diffquant.checkpoints.dequantized.floats import find_spread, find_unscaled, model_dtype, read_float_matrix
