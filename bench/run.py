@@ -249,7 +249,7 @@ def write_bench_outputs(result: BenchResult, folder: Path) -> list[Path]:
     """Write bench.md, bench.csv, report.html and the plots into the folder of bench.json; return all their paths."""
     from diffquant.benchmarks.plots import plots
     from diffquant.benchmarks.report import bench_report, csv_table, markdown
-    from diffquant.reports.run import write_run
+    from diffquant.reports.page import write_run
 
     texts = {"bench.md": markdown(result), "bench.csv": csv_table(result)}
     pictures = {f"{name}.png": partial(figure.savefig, dpi=160) for name, (_, figure, _) in plots(result).items()}

@@ -20,7 +20,7 @@ from diffquant.calib.search.result import (
 )
 from diffquant.checkpoints.source import Source
 from diffquant.errors import OutputExistsError
-from diffquant.reports.page import Charts, Drawing, Report, Section
+from diffquant.reports.page import Charts, Drawing, Report, Section, write_run
 from diffquant.reports.plots import (
     Tips,
     as_svg,
@@ -32,7 +32,6 @@ from diffquant.reports.plots import (
     plain_log_scale,
     tidy,
 )
-from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table, megabytes
 from diffquant.support.outputs import RunFiles, check_replaced, has_fields
 
