@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, packed_tokens, place, stored_head
-from diffquant.kernels.cache.kv_store import TOKENS_A_STEP
+from diffquant.kernels.cache.stored_side import TOKENS_A_STEP
 
 _TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
 

@@ -16,11 +16,11 @@ the same order of channels, and results are stored by channel.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache import kv_store
+from diffquant.kernels.cache import stored_side
 from diffquant.kernels.linear import repack
 from diffquant.kernels.linear.unpacking import load_high, unpack_field
 
-channels_in_word = triton.constexpr_function(kv_store.channels_in_word)
+channels_in_word = triton.constexpr_function(stored_side.channels_in_word)
 
 
 @triton.jit
@@ -31,13 +31,6 @@ def place(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED:
     if TRANSPOSED:
         row, column = channel % 16, token % 16
     return chunk * 256 + row % 8 * 32 + column // 2 % 4 * 8 + column // 8 * 4 + row // 8 * 2 + column % 2
-
-
-@triton.jit
-def column_in_fragment():
-    """Return the column of each of a fragment's 256 elements, in memory order."""
-    at = tl.arange(0, 256)
-    return at // 8 % 4 * 2 + at // 4 % 2 * 8 + at % 2
 
 
 @triton.jit
