@@ -21,8 +21,8 @@ _SIDE = {"cpu": 1536, "cuda": 8192}
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[str, dict[str, float]]:
-    """Measure the speeds of this machine; the best repeat counts.
+def measure_roofline(device: str, dtypes: list[str]) -> dict[str, dict[str, float]]:
+    """Measure the speeds of this machine; the best of three counts.
 
     Returns:
         "copy": bytes read and written per second; "matmul": operations per second by dtype; "cache": size of the
@@ -35,7 +35,7 @@ def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[s
     for name in dtypes:
         a, b = (torch.randn(side, side, device=device).to(getattr(torch, name)) for _ in range(2))
         calls[name] = prepare(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
-    best = {name: min(times) / 1e3 for name, times in run_in_turns(calls, repeats).items()}
+    best = {name: min(times) / 1e3 for name, times in run_in_turns(calls, 3).items()}
     matmul = {name: 2 * side**3 / best[name] for name in dtypes}
     speeds = {"copy": {"bytes a second": 2 * data.nbytes / best["copy"]}, "matmul": matmul}
     cache = largest_cache(device)

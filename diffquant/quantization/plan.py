@@ -1,7 +1,6 @@
 """A plan of what quantizing a checkpoint will do, tensor by tensor."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +29,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats.integer import BYTES
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.reports.tables import align_columns, compare_size, megabytes, stored_bits
-from diffquant.support.names import first_few, option_name
+from diffquant.support.names import find_duplicates, first_few, option_name
 
 # (module, shape of its weight) -> the modules that it is packed as.
 Parted = Callable[[str, tuple[int, ...]], tuple[Part, ...]]
@@ -285,9 +284,7 @@ def _linears(source: Source | WeightSource) -> tuple[str, ...]:
 
 def _check_names(tensors: Sequence[PlannedTensor]) -> None:
     """Check that no two tensors would be written under one name."""
-    counts = Counter(output.name for tensor in tensors for output in tensor.outputs)
-    twice = [name for name, count in counts.items() if count > 1]
-    if twice:
+    if twice := find_duplicates(output.name for tensor in tensors for output in tensor.outputs):
         raise CheckpointError(
             f"{first_few(twice, ', ')} would be written twice: the source already has tensors with these names; "
             "keep those weights at 16 bits"

@@ -131,8 +131,8 @@ def pytest_configure() -> None:
     from tests.support.ptx.launching import launches_run_here
 
     capability = int(os.environ[CAPABILITY])
-    assumed = gpu.AbsentGpu((capability // 10, capability % 10), SHARED_MEMORY[capability], PROCESSORS)
-    vars(gpu).update(_assumed=assumed, device_refusal=lambda _: None)
+    assumed = gpu.Gpu((capability // 10, capability % 10), SHARED_MEMORY[capability], PROCESSORS)
+    vars(gpu).update(gpu_of=lambda _: assumed, device_refusal=lambda _: None)
     vars(online).update(_allocate=lambda size, *_: torch.empty(size, dtype=torch.int8))
     vars(torch.cuda).update(
         is_available=lambda: True,
