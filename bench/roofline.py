@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from diffquant.benchmarks.measuring import prepare, run_in_turns
-from diffquant.benchmarks.workloads import Workload, count_visible_logits
+from diffquant.benchmarks.workloads import Workload
+from diffquant.model.walk import count_visible_logits
 
 _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 _SIDE = {"cpu": 1536, "cuda": 8192}
@@ -104,7 +105,7 @@ def count_eager_halves(work: Workload) -> Count:
 def transformer(work: Workload) -> Count:
     """Count the matched Transformer: 2h heads of width d, in one fused kernel."""
     model = work.model
-    entries = count_visible_logits(work.queries, work.keys) * work.batch * 2 * model.pairs
+    entries = count_visible_logits(work.batch * 2 * model.pairs, work.queries, work.keys)
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs
     q = work.batch * work.queries * 2 * model.pairs * model.width
     kv = work.batch * work.keys * kv_heads * model.width
@@ -112,7 +113,7 @@ def transformer(work: Workload) -> Count:
 
 
 def _operations(work: Workload, *, qk: int, pv: int) -> int:
-    entries = count_visible_logits(work.queries, work.keys) * work.batch * work.model.pairs
+    entries = count_visible_logits(work.batch * work.model.pairs, work.queries, work.keys)
     return 2 * entries * (qk * work.model.width + pv * work.model.value_width)
 
 
