@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 from diffquant.support.plain_data import parse_json
 
 FORMAT = 1
@@ -16,7 +16,7 @@ SMALLEST_CHANGE = 0.05
 
 @dataclass(frozen=True)
 class BenchCell:
-    """A measurement of one path (a kernel, a library or a program) on one workload.
+    """Measurements of one path (a kernel, a library or a program) on one workload.
 
     Attributes:
         section: part of the bench: "attention", "decode", ...
@@ -56,7 +56,7 @@ class BenchCell:
         return median(self.values) if self.values else None
 
     @property
-    def falls(self) -> bool:
+    def smaller_is_better(self) -> bool:
         """Whether a smaller value is better."""
         return self.unit in ("ms", "s", "MB")
 
@@ -66,10 +66,10 @@ class BenchCell:
         return self.section, self.workload, self.path, self.unit
 
     def times_better(self, other: "BenchCell | None") -> float | None:
-        """Return the ratio of the medians, above 1 if this cell is better than the other, or None if one is missing."""
+        """Return how many times better this cell's median is than the other's, or None if either has no values."""
         if other is None or not self.median or not other.median:
             return None
-        return other.median / self.median if self.falls else self.median / other.median
+        return other.median / self.median if self.smaller_is_better else self.median / other.median
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cell as plain data, with the median of its values and without empty entries."""
@@ -95,17 +95,17 @@ class BenchResult:
     cells: tuple[BenchCell, ...]
 
     def ratio(self, cell: BenchCell) -> float | None:
-        """Return the ratio of the medians, above 1 if a cell is better than its baseline, or None if one is missing."""
+        """Return how many times better a cell's median is than its baseline's, or None if either has no values."""
         key = (cell.section, cell.workload, cell.baseline, cell.unit)
         return cell.times_better(next((other for other in self.cells if other.key == key), None))
 
-    def of_roofline(self, cell: BenchCell) -> float | None:
+    def roofline_fraction(self, cell: BenchCell) -> float | None:
         """Return a cell's speed as a fraction of the roofline, or None if its operations and bytes were not counted."""
         limits = self._limits(cell)
         return max(limits) * 1e3 / cell.median if limits and cell.median else None
 
     def is_cached(self, cell: BenchCell) -> bool:
-        """Return whether a cell is limited by memory bandwidth but all its data fits into the faster cache."""
+        """Return whether the roofline limits a cell by memory bandwidth although all its data fits into the cache."""
         limits = self._limits(cell)
         if limits is None or cell.touched is None or "cache" not in self.machine:
             return False
@@ -125,7 +125,7 @@ class BenchResult:
         """Return plain data for JSON; each cell includes its ratio and its fraction of the roofline."""
         cells = []
         for cell in self.cells:
-            derived = {"ratio": self.ratio(cell), "of_roofline": self.of_roofline(cell)}
+            derived = {"ratio": self.ratio(cell), "of_roofline": self.roofline_fraction(cell)}
             found = {name: value for name, value in derived.items() if value is not None}
             cells.append(cell.to_dict() | found | ({"cached": True} if self.is_cached(cell) else {}))
         parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}
@@ -133,13 +133,13 @@ class BenchResult:
 
 
 def read_result(path: Path) -> BenchResult:
-    """Read a bench.json.
+    """Read the result in a bench.json file.
 
     Raises:
         UsageError: the file cannot be read or is not a result of the bench.
     """
     try:
-        data = parse_json(read_stored_text(path))
+        data = parse_json(read_text_or_xz(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -154,7 +154,7 @@ def read_result(path: Path) -> BenchResult:
 
 
 def parse_cell(entry: dict[str, Any]) -> BenchCell:
-    """Make a cell from the plain data of `BenchCell.to_dict` or `BenchResult.to_dict`."""
+    """Make a cell from its plain data, as `BenchCell.to_dict` returns it and as a bench.json contains it."""
     names = set(BenchCell.__dataclass_fields__)
     known = {name: value for name, value in entry.items() if name in names}
     return BenchCell(**known | {"values": tuple(float(value) for value in known.get("values", ()))})
@@ -164,8 +164,8 @@ def find_changes(old: BenchResult, new: BenchResult) -> list[tuple[float, BenchC
     """Find cells whose repeats do not overlap and whose medians differ by more than 5 %.
 
     Returns:
-        For each, the ratio of medians (above 1 if the new cell is better), the old cell, and the new one; the largest
-        slowdown first.
+        For each changed cell, how many times better the new median is, the old cell, and the new cell; the largest
+        slowdown comes first.
     """
     before = {cell.key: cell for cell in old.cells if cell.values}
     pairs = [(before[cell.key], cell) for cell in new.cells if cell.values and cell.key in before]

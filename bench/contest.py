@@ -34,7 +34,7 @@ _CHECKED_QUERIES = 128
 
 @dataclass(frozen=True)
 class Contest:
-    """Checks and times the peers of a section on one device.
+    """A comparison of a section's peers (implementations of attention) on one device, which are checked and timed.
 
     Attributes:
         section: name in `SECTIONS`.
@@ -64,7 +64,8 @@ class Contest:
     def run(self, workloads: Sequence[Workload], progress: Progress = silent) -> list[BenchCell]:
         """Measure every peer on every workload.
 
-        A peer's cell says why if it cannot run a workload; a peer whose result differs from `naive`'s is not timed.
+        A peer that cannot run a workload, or whose result differs from `naive`'s, is not timed; its cell's `missing` is
+        the reason.
         """
         cells: list[BenchCell] = []
         for done, work in enumerate(workloads):
@@ -83,7 +84,7 @@ class Contest:
                 if cells[name].missing is None:
                     calls[name] = prepare(_bound(peer, call), self.device, graph=self.graph)
             except Exception as error:  # a peer may fail with anything, which the table reports
-                cells[name] = replace(self._cell(work, name, peer), missing=failure(error))
+                cells[name] = replace(self._cell(work, name, peer), missing=format_error(error))
         times = run_in_turns(calls, self.repeats)
         return [replace(cell, values=tuple(times.get(name, ()))) for name, cell in cells.items()]
 
@@ -125,10 +126,10 @@ class Contest:
         try:
             return replace(cell, peak_bytes=self.peak(cell.path, work, threads))
         except Exception as error:  # such as a process that the system killed because memory ran out
-            return replace(cell, values=(), missing=f"its peak memory could not be measured: {failure(error)}")
+            return replace(cell, values=(), missing=f"its peak memory could not be measured: {format_error(error)}")
 
     def peak(self, name: str, work: Workload, threads: int) -> int:
-        """Measure the peak bytes of a peer's call, without its inputs; `threads` are torch's, for the CPU."""
+        """Measure the peak memory of a peer's call in bytes, without its inputs; `threads` is for torch on the CPU."""
         if self.device == "cuda":
             peer = self.entrants()[name]
             with torch.inference_mode():
@@ -146,7 +147,7 @@ def _fresh_processes() -> BaseContext:
 
 @torch.inference_mode()
 def resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
-    """Return this process's peak bytes during a peer's call, without its inputs; run it in a separate process."""
+    """Measure the peak memory of a peer's call on the CPU in bytes, without its inputs; needs a new process."""
     allocate_separate_pages()
     torch.set_num_threads(threads)
     peer = SECTIONS[section][name]
@@ -161,7 +162,7 @@ def _bound(peer: Peer, call: AttentionCall) -> Callable[[], Any]:
 
 
 def tolerance(peer: Peer, dtype: torch.dtype) -> float:
-    """Return the largest relative error against `naive` at which a peer is still timed."""
+    """Return the largest relative error against `naive` with which a peer is timed."""
     return peer.tolerance or TOLERANCES[dtype] + (_SIMULATED_SLACK if peer.logits.quantizes else 0.0)
 
 
@@ -202,7 +203,7 @@ def _naive(call: AttentionCall, rows: slice, keys: int, logits: Scheme) -> Tenso
     )
 
 
-def failure(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Format an error as its type and the beginning of its first line."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first if len(first) < 160 else first[:157] + '...'}"

@@ -9,7 +9,7 @@ from diffquant.attention import BACKENDS
 from diffquant.benchmarks import roofline
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
 from diffquant.benchmarks.roofline import Count
-from diffquant.benchmarks.workloads import HeldCall, Workload, differential, held_by
+from diffquant.benchmarks.workloads import HeldCall, Workload, differential, get_held_object
 from diffquant.family.call import AttentionCall
 from diffquant.recipe import Recipe
 
@@ -22,7 +22,7 @@ RECIPES = {
 
 
 def make_unpacked_peer(bits: int) -> Peer:
-    """Make a peer with the quantized torch cache: it dequantizes the whole cache, then runs FlashDiffAttn_2."""
+    """Make a peer that dequantizes the whole cache, of this many bits, with torch and then runs FlashDiffAttn_2."""
 
     def make(work: Workload, device: str) -> AttentionCall:
         from diffquant.model.cache import PackedLayer
@@ -33,7 +33,7 @@ def make_unpacked_peer(bits: int) -> Peer:
         return _held_call(call, layer, layer.stored_keys.read(), layer.stored_values.read())
 
     def attention(call: AttentionCall) -> Tensor:
-        layer = held_by(call)
+        layer = get_held_object(call)
         now = _held_call(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
 
@@ -41,7 +41,7 @@ def make_unpacked_peer(bits: int) -> Peer:
 
 
 def make_fused_peer(bits: int) -> Peer:
-    """Make a peer with the fused decode kernel and its cache of this many bits."""
+    """Make a peer that runs the fused decode kernel on a cache of this many bits."""
 
     def make(work: Workload, device: str) -> AttentionCall:
         call = differential(work, device)
@@ -54,7 +54,7 @@ def make_fused_peer(bits: int) -> Peer:
         return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
 
     def attention(call: AttentionCall) -> Tensor:
-        return decode_attention(call, held_by(call))
+        return decode_attention(call, get_held_object(call))
 
     return Peer(attention, lambda work: _count(work, bits), make, missing=missing, facts=_facts)
 
@@ -80,7 +80,10 @@ def _count(work: Workload, bits: int) -> Count:
 
 
 def key_heads(call: AttentionCall) -> Tensor:
-    """Return keys [B, H, S, d] in the cache's order: in V1 the first maps' before the second's, in V2 once."""
+    """Return a call's keys in the order of a cache, [batch, key heads, tokens, width].
+
+    In V1 the keys of the first maps come before those of the second; in V2 both maps share them.
+    """
     return call.k[0] if call.k[0] is call.k[-1] else torch.cat(tuple(call.k), 1)
 
 
@@ -96,7 +99,7 @@ def fill_store(call: AttentionCall, recipe: Recipe) -> Any:
 
 
 def decode_attention(call: AttentionCall, store: Any) -> Tensor:
-    """Run the decode kernel on a call's queries and a cache; return its output [B, h, T, dv]."""
+    """Run the decode kernel on a call's queries and a cache; return the output [batch, pairs, tokens, value width]."""
     from diffquant.kernels.cache.decode import decode as run
 
     return run(call.q, store, call.lam, scale=call.scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from diffquant.benchmarks.cells import BenchCell
-from diffquant.benchmarks.contest import TOLERANCES, failure
+from diffquant.benchmarks.contest import TOLERANCES, format_error
 from diffquant.benchmarks.measuring import prepare, run_in_turns
 from diffquant.benchmarks.workloads import Model
 from diffquant.recipe.numbers.formats import format_named
@@ -24,8 +24,8 @@ _COLD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
 _ROUNDING = {16: 0.0, 8: 2e-2, 6: 5e-2, 4: 0.2}
 
 
-# Linear layers with weights [N, K]: a function that multiplies x [M, K] with the i-th transposed weight, the stored
-# bytes of one weight, scales included, and the dequantized values [N, K] of the first weight.
+# Linear layers with weights [out, in]: a function that multiplies x [tokens, in] with the i-th transposed weight, the
+# stored bytes of one weight, scales included, and the dequantized values [out, in] of the first weight.
 Layers = tuple[Callable[[Tensor, int], Tensor], int, Tensor]
 Make = Callable[[list[Tensor]], Layers]
 
@@ -45,7 +45,11 @@ def _ours(bits: int) -> Make:
 
 
 def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
-    """Quantize and pack a weight [N, K] for the linear kernels; return it and its dequantized values in float32."""
+    """Quantize and pack a weight [out, in] for the linear kernels, with a scale per `group` columns of a row.
+
+    Returns:
+        The packed weight, and its dequantized values [out, in] in float32.
+    """
     from diffquant.kernels.linear.repack import repack
 
     groups = weight.float().unflatten(-1, (-1, group))
@@ -58,7 +62,7 @@ def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
 
 
 def multiply_packed(x: Tensor, weight: Any) -> Tensor:
-    """Multiply x [M, K] with a transposed packed weight [N, K]; return [M, N]."""
+    """Multiply x [tokens, in] with a transposed packed weight [out, in]; return [tokens, out]."""
     from diffquant.kernels.linear.linear import linear
 
     return linear(x, weight)
@@ -118,7 +122,16 @@ def run_linears(
     models: Sequence[Model], tokens: Sequence[int], dtype: str, device: str, repeats: int, *,
     graph: bool = False, progress: Progress = silent,
 ) -> list[BenchCell]:  # fmt: skip
-    """Time every path on the first MLP matrix of each model."""
+    """Time every path in `PATHS` on the first MLP matrix of each model.
+
+    Args:
+        models: models whose sizes are used.
+        tokens: numbers of rows of the input to measure with.
+        dtype: name of the torch dtype of inputs and dense weights.
+        device: "cpu" or "cuda".
+        repeats: number of timed repeats of each path.
+        graph: whether to time replays of a CUDA graph.
+    """
     cells = []
     for done, model in enumerate(models):
         progress(done, len(models), f"linear: {model.name}")
@@ -154,7 +167,7 @@ def _measure_paths(model: Model, tokens: int, dtype: str, device: str, repeats: 
                 calls[name] = prepare(_run_all_copies(product, x, copies), device, graph=graph)
         except Exception as error:  # a path may fail with anything, which the table reports
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
-            cells[name] = replace(cell, missing=f"{absent} is not installed" if absent else failure(error))
+            cells[name] = replace(cell, missing=f"{absent} is not installed" if absent else format_error(error))
     times = run_in_turns(calls, repeats)
     return [replace(cell, values=tuple(ms / copies for ms in times.get(name, ()))) for name, cell in cells.items()]
 

@@ -35,7 +35,7 @@ _MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 2048
 
 
 def prepare(work: Work, device: str = "cpu", *, graph: bool = False) -> Callable[[], float]:
-    """Warm up a call, and return a function that runs one turn of it and returns the milliseconds per call.
+    """Warm up a call, and return a function that repeats it for a few milliseconds and returns the time per call in ms.
 
     Args:
         device: "cpu" or "cuda", which is timed by CUDA events.
@@ -55,7 +55,7 @@ def prepare(work: Work, device: str = "cpu", *, graph: bool = False) -> Callable
 
 
 def run_in_turns(calls: Mapping[Name, Callable[[], Turn]], repeats: int) -> dict[Name, list[Turn]]:
-    """Run all calls alternately, `repeats` times; return each call's results by name."""
+    """Run all calls alternately, A B A B, `repeats` times each; return the list of each call's results by name."""
     turns: dict[Name, list[Turn]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
@@ -111,7 +111,7 @@ def _capture(work: Work) -> Work:
 
 
 def resident(process: int | str = "self") -> tuple[int, int]:
-    """Return a process's memory in bytes; zeros if it has ended and its memory is released.
+    """Return the peak and the current memory of a process in bytes; zeros if the process has ended.
 
     Returns:
         The peak resident set size, mapped files included, and the current resident set size without mapped files.
@@ -124,13 +124,13 @@ def resident(process: int | str = "self") -> tuple[int, int]:
 
 
 def status_bytes(status: str, name: str) -> int:
-    """Return the bytes in a line of /proc/PID/status; 0 if there is no such line."""
+    """Return the size in bytes that a line of the text of /proc/PID/status gives; 0 if there is no such line."""
     values = (line.split()[1] for line in status.splitlines() if line.startswith(name + ":"))
     return 1024 * int(next(values, "0"))
 
 
 def allocate_separate_pages() -> None:
-    """Make malloc of this process allocate each block as separate pages, which are released when it is freed.
+    """Make malloc of this process allocate each block as separate pages, which are released when the block is freed.
 
     Otherwise malloc reuses freed memory, and a call's allocations do not change the number of resident pages.
     """
@@ -187,7 +187,7 @@ _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "bf16", 
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Return device, versions (also of the given packages), date and commit as plain data."""
+    """Return the machine, date, commit and versions of packages, the given ones included, as plain data."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),

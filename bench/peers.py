@@ -15,7 +15,7 @@ from diffquant.attention.backends.composed import flashdiff1, flashdiff2
 from diffquant.attention.naive import naive
 from diffquant.benchmarks import roofline
 from diffquant.benchmarks.roofline import Count
-from diffquant.benchmarks.workloads import HeldCall, Workload, differential, held_by, transformer
+from diffquant.benchmarks.workloads import HeldCall, Workload, differential, get_held_object, transformer
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.recipe.scheme import FULL, Scheme
@@ -30,15 +30,15 @@ Attention = Callable[[AttentionCall], Tensor]
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation of attention.
+    """An implementation of attention that the bench compares with others.
 
     Attributes:
         attention: function to time.
-        count: counts its operations and bytes for a workload.
-        make: makes its input for a workload on a device.
+        count: returns the operations of a workload, and the bytes that they read and write.
+        make: makes the call that `attention` computes, for a workload and a device.
         logits: scheme of logits that `naive` must use too when results are compared.
         tolerance: largest relative error against `naive`, for peers that quantize; by default the dtype's.
-        missing: returns the reason why it cannot run a call, or None if it can.
+        missing: returns the reason why the peer cannot run a call, or None if it can.
         facts: returns further numbers of a call by name.
     """
 
@@ -199,7 +199,7 @@ def _diffllama_call(implementation: str, work: Workload, device: str) -> Attenti
 
 def _diffllama(call: AttentionCall) -> Tensor:
     """Run the call's DiffLlama module; return its output [B, h, T, dv] after the norm."""
-    output: Tensor = held_by(call)()
+    output: Tensor = get_held_object(call)()
     return output
 
 
@@ -214,11 +214,11 @@ def _rows(heads: Tensor) -> Tensor:
 
 
 PEERS: dict[str, Peer] = {
-    BASELINE: _sdpa("FLASH", roofline.transformer, transformer),
-    "Transformer, SDPA cuDNN": _sdpa("CUDNN", roofline.transformer, transformer),
-    "Transformer, flash-attn": _kernel("flash_attn", roofline.transformer, transformer),
-    "Transformer, flash-attn-4": _kernel("flash_attn_4", roofline.transformer, transformer),
-    "DIFF, eager": Peer(_ours("naive"), roofline.eager),
+    BASELINE: _sdpa("FLASH", roofline.count_transformer, transformer),
+    "Transformer, SDPA cuDNN": _sdpa("CUDNN", roofline.count_transformer, transformer),
+    "Transformer, flash-attn": _kernel("flash_attn", roofline.count_transformer, transformer),
+    "Transformer, flash-attn-4": _kernel("flash_attn_4", roofline.count_transformer, transformer),
+    "DIFF, eager": Peer(_ours("naive"), roofline.count_eager),
     "FlashDiffAttn_1": Peer(_ours("flashdiff1"), roofline.count_two_calls),
     "FlashDiffAttn_1, SDPA mem-efficient": _sdpa("EFFICIENT", roofline.count_two_calls),
     "FlashDiffAttn_1, SDPA cuDNN": _sdpa("CUDNN", roofline.count_two_calls),
@@ -240,9 +240,11 @@ PEERS: dict[str, Peer] = {
     "DIFF, fused, int8 QK, fp8 PV": _kernel("triton-fp8", tolerance=0.1),
     "DIFF, fused, specialized": _kernel("triton-specialized"),
     "DIFF, fused, int8 QK, fp8 PV, specialized": _kernel("triton-fp8-specialized", tolerance=0.1),
-    "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, roofline.eager, logits=ROW_8),
+    "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, roofline.count_eager, logits=ROW_8),
     **{
-        f"DIFF, simulated logits {scheme}": Peer(_simulate_logits(scheme), roofline.count_two_passes, logits=scheme)
+        f"DIFF, simulated logits {scheme}": Peer(
+            _simulate_logits(scheme), roofline.count_simulated_logits, logits=scheme
+        )
         for scheme in (ROW_8, ROW_SHIFT_8)
     },
 }

@@ -23,7 +23,7 @@ _PANELS_A_ROW = 2
 
 
 def plot_names(section: str) -> tuple[str, str]:
-    """Return the names of a section's plots, of time and of memory."""
+    """Return the names of a section's two plots: of time or speed, and of memory."""
     return f"{section}-time", f"{section}-memory"
 
 

@@ -16,14 +16,14 @@ _NOTES = (
     "All paths of a table were timed alternately. Times are medians; spread is the smallest and the largest repeat.",
     "“× baseline”: how many times better than the shaded row. “of roofline”: share of the speed that is possible for "
     "the counted operations and bytes, given this machine's measured copy and matrix product.",
-    "If an error is given, the path's output was compared with the plain form on the same random, non-zero data "
+    "If an error is given, the path's output was compared with the naive attention on the same random, non-zero data "
     "before it was timed. A path with a wrong result is not timed.",
-    "In sections that run whole programs, peak memory is that of the process; for quantize and export without mapped "
-    "files.",
+    "In sections that run whole programs, peak memory is that of the process; for quantize and export, memory-mapped "
+    "files do not count.",
 )
 _CACHED = (
     "A share marked “cached” means little: all data of the calls fits into the machine's largest cache, which is "
-    "faster than the copy."
+    "faster than memory."
 )
 _MEMORY = (
     "Peak memory of attention and decode includes a call's result, but not its inputs. On a CPU it is the growth of a "
@@ -36,7 +36,7 @@ _LINEAR = (
 
 
 def markdown(result: BenchResult) -> str:
-    """Return Markdown tables by section and workload, each followed by the paths that could not be measured."""
+    """Return Markdown with a table for each section and workload, and the reasons why paths could not be measured."""
     lines = ["# diffquant bench", "", f"{_machine(result)}", ""]
     for (section, workload), (table, missing) in _tables(result).items():
         lines += [f"## {section}: {workload}", "", *([*table.markdown(), ""] if table.rows else [])]
@@ -45,7 +45,7 @@ def markdown(result: BenchResult) -> str:
 
 
 def csv_table(result: BenchResult) -> str:
-    """Return CSV with a line for each cell, with unrounded numbers."""
+    """Return CSV with a line of unrounded numbers for each cell."""
     records = []
     for entry in result.to_dict()["cells"]:
         facts = {f"fact {name}": value for name, value in entry.pop("facts", {}).items()}
@@ -122,7 +122,7 @@ def _tables(result: BenchResult) -> dict[tuple[str, str], tuple[Table, list[str]
 
 
 def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
-    ratio, share = result.ratio(cell), result.of_roofline(cell)
+    ratio, share = result.ratio(cell), result.roofline_fraction(cell)
     return [
         cell.path,
         f"{cell.median:.4g} {cell.unit}",

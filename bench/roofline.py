@@ -39,11 +39,11 @@ def measure_roofline(device: str, dtypes: list[str]) -> dict[str, dict[str, floa
     best = {name: min(times) / 1e3 for name, times in run_in_turns(calls, 3).items()}
     matmul = {name: 2 * side**3 / best[name] for name in dtypes}
     speeds = {"copy": {"bytes a second": 2 * data.nbytes / best["copy"]}, "matmul": matmul}
-    cache = largest_cache(device)
+    cache = hardware_cache_bytes(device)
     return speeds if cache is None else speeds | {"cache": {"bytes": cache}}
 
 
-def largest_cache(device: str) -> int | None:
+def hardware_cache_bytes(device: str) -> int | None:
     """Return the size in bytes of a device's largest cache, which cores may share, or None if unknown."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -52,17 +52,22 @@ def largest_cache(device: str) -> int | None:
     return max((1024 * int(size.removesuffix("K")) for size in sizes), default=None)
 
 
-# Cost of a call: its operations, and the bytes that it reads and writes.
+# Cost of a workload: its operations, and the bytes that are read and written. The functions below return it.
 Count = tuple[int, int]
 
 
 def count_fused_call(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
-    """Count both maps in one kernel; a quantized cache has fewer bytes per element of keys and values."""
+    """Count operations and bytes of one kernel that computes both maps.
+
+    Args:
+        key_bytes, value_bytes: stored bytes per element of a quantized cache's keys and values; by default those of the
+            workload's dtype.
+    """
     return _operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes)
 
 
 def count_two_calls(work: Workload) -> Count:
-    """Count one call per map: both read V; their outputs are written, read again and combined.
+    """Count operations and bytes of one call per map: both read V; outputs are written, read again and combined.
 
     In V2 both maps are one grouped call, which reads V once.
     """
@@ -71,19 +76,19 @@ def count_two_calls(work: Workload) -> Count:
 
 
 def count_four_calls(work: Workload) -> Count:
-    """Count one call per map and half of V; if V is as wide as K, V is not split and there are two calls."""
+    """Count operations and bytes of one call per map and half of V, or per map if V is as wide as K."""
     if work.model.value_width == work.model.width:
         return count_two_calls(work)
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1)
 
 
-def count_two_passes(work: Workload) -> Count:
-    """Count simulated logits, which are computed twice: for their scales, and to be rounded."""
+def count_simulated_logits(work: Workload) -> Count:
+    """Count operations and bytes with simulated quantized logits, computed twice: for their scales, then to round."""
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1)
 
 
-def eager(work: Workload) -> Count:
-    """Count an implementation with whole maps in memory.
+def count_eager(work: Workload) -> Count:
+    """Count operations and bytes of an implementation that stores whole attention maps in memory.
 
     Logits are written, read and written by softmax, and read by the subtraction; PV reads the result.
     """
@@ -95,15 +100,15 @@ def eager(work: Workload) -> Count:
 
 
 def count_eager_halves(work: Workload) -> Count:
-    """Count whole maps computed once for each half of V, as in transformers' DiffLlama."""
+    """Count operations and bytes of whole maps computed once per half of V, as in transformers' DiffLlama."""
     model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
     operations = 2 * entries * (4 * model.width + 2 * model.value_width)
     # Each of four maps: written by QK, read and written by softmax, read by PV.
     return operations, _bytes(work, 2, 2, 2 + 2 + 1) + 4 * 4 * entries * _element(work)
 
 
-def transformer(work: Workload) -> Count:
-    """Count the matched Transformer: 2h heads of width d, in one fused kernel."""
+def count_transformer(work: Workload) -> Count:
+    """Count operations and bytes of one fused kernel for the matched Transformer, with 2h heads for h DIFF pairs."""
     model = work.model
     entries = count_visible_logits(work.batch * 2 * model.pairs, work.queries, work.keys)
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs

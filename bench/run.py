@@ -11,7 +11,7 @@ import torch
 
 from diffquant.benchmarks import contest, linears, roofline
 from diffquant.benchmarks.cells import BenchCell, BenchResult, parse_cell
-from diffquant.benchmarks.contest import Contest, failure
+from diffquant.benchmarks.contest import Contest, format_error
 from diffquant.benchmarks.measuring import environment
 from diffquant.benchmarks.workloads import Model, Workload, find_model
 from diffquant.errors import FailedCellsError, UsageError
@@ -57,7 +57,7 @@ class BenchOptions:
         if self.device not in ("cpu", "cuda"):
             raise UsageError(f"the bench runs on cpu or cuda, not on {self.device!r}")
         if self.graph and self.device != "cuda":
-            raise UsageError(f"{option_name('graph')}: only CUDA devices have graphs")
+            raise UsageError(f"{option_name('graph')}: only CUDA devices have graphs; leave it out")
         if self.repeats < 1 or min(self.batches, default=0) < 1:
             raise UsageError(f"{option_name('repeats')} and {option_name('batches')} take counts of at least 1")
         self.workloads(1)
@@ -70,7 +70,7 @@ class BenchOptions:
         return self.dtype or _DEFAULT_DTYPES[self.device]
 
     def workloads(self, factor: int) -> list[Workload]:
-        """Return workloads: prefill if `factor` is 1, else decoding one token at contexts `factor` times as long."""
+        """Return the workloads: prefill if `factor` is 1, else decoding a token at `factor` times longer contexts."""
         made = [
             Workload(find_model(name), length if factor == 1 else 1, factor * length, batch, self.chosen_dtype)
             for name in self.models or DEFAULT_MODELS[self.device]
@@ -83,8 +83,8 @@ class BenchOptions:
     def peers_of(self, section: str) -> tuple[str, ...]:
         """Return the names in `peers` that a section should run.
 
-        If several sections with peers run, names that only another section knows are left out. Unknown names are kept,
-        so that `Contest` refuses them.
+        If several sections with peers run, peers that only another section has are left out. Unknown names are kept, so
+        that `Contest` refuses them.
         """
         if len(contest.SECTIONS.keys() & set(self.sections)) == 1:
             return self.peers
@@ -142,17 +142,17 @@ def run_bench(
     progress: Progress = silent,
     settings: Mapping[str, Any] | None = None,
 ) -> BenchResult:
-    """Run the options' sections, and write bench.json; a section that fails becomes a cell with the reason.
+    """Run the sections that the options name, and write bench.json; a failed section has one cell with the reason.
 
     Finished parts are stored in a journal: an interrupted run with the same options and versions resumes from it. A
     complete run deletes the journal.
 
     Args:
         options: options of the run.
-        sections: known sections by name.
+        sections: all known sections by name.
         folder: folder of the journal and of bench.json.
         progress: called with the work done, the total, and the current part.
-        settings: further settings to store, of sections with more than the options.
+        settings: further settings to store, for sections that have settings beyond the options.
 
     Raises:
         UsageError: the options have an unknown section.
@@ -198,7 +198,7 @@ def _measure_sections(
                 kept = _keep(journal, f"{section}: {name}", lambda: [asdict(cell) for cell in measure(within)])  # noqa: B023
                 cells += map(parse_cell, kept)
         except Exception as error:  # no error may lose the other sections' results
-            cells.append(BenchCell(section, "the whole section", "diffquant", missing=failure(error)))
+            cells.append(BenchCell(section, "the whole section", "diffquant", missing=format_error(error)))
             failed.append(section)
     return cells, failed
 
@@ -237,7 +237,7 @@ def require_complete(result: BenchResult) -> None:
     """Check that no section failed.
 
     Raises:
-        FailedCellsError: some did; the message names each with its reason.
+        FailedCellsError: some sections failed; the message names each with its reason.
     """
     failed = result.settings["failed_sections"]
     reasons = [f"{cell.section}: {cell.missing}" for cell in result.cells if cell.section in failed and cell.missing]

@@ -14,7 +14,7 @@ from diffquant.benchmarks.contest import SECTIONS, relative_error, tolerance
 from diffquant.benchmarks.measuring import prepare, run_in_turns
 from diffquant.benchmarks.workloads import MODELS, V2, Model, Workload
 from diffquant.errors import UsageError
-from diffquant.kernels.configs import PREFILL, Config, choose, trying
+from diffquant.kernels.configs import PREFILL, Config, choose_config, override_configs
 from diffquant.kernels.gpu import device_class
 from diffquant.support.files import write_json
 from diffquant.support.names import option_name
@@ -32,7 +32,11 @@ Check = Callable[[], bool]
 
 
 def tune(path: Path, device: str, progress: Progress = silent) -> str:
-    """Tune every configuration of this device, field by field, and write the changed fields; return a summary.
+    """Tune every kernel configuration of this device, field by field, and write faster ones; return a summary.
+
+    Args:
+        path: JSON file to write.
+        device: must be "cuda".
 
     Raises:
         UsageError: there is no CUDA device.
@@ -43,7 +47,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
             f"{option_name('tune')} tries kernels on a CUDA device: give {option_name('device', 'cuda')} where "
             f"there is one"
         )
-    tables = shipped_configs()
+    tables = active_configs()
     check_written_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
     here = f"/{device_class(torch.device('cuda'))}/"
     keys = [key for key in tables if here in key]
@@ -53,7 +57,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
         progress(done, len(keys), key)
         try:
             work, is_right = probe(key)
-            before, now, changed = improve(key, tables[key], work, is_right)
+            before, now, changed = tune_config(key, tables[key], work, is_right)
         except Exception as error:  # a kernel that cannot run must not prevent the tuning of others
             lines.append(f"{key}: unchanged, {type(error).__name__}: {error}".splitlines()[0])
             continue
@@ -64,8 +68,8 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
     return "\n".join([*lines, f"wrote {len(tuned)} of {len(keys)} entries to {path}"])
 
 
-def shipped_configs() -> dict[str, Config]:
-    """Return the active configurations of all kernels by key."""
+def active_configs() -> dict[str, Config]:
+    """Return the active configurations of all kernels by key, "kernel/device class/case"."""
     # Imported here because they need Triton, which may not be installed on a machine without a GPU.
     from diffquant.kernels.attention import prefill_int8, prefill_simulated
     from diffquant.kernels.cache import decode_cut
@@ -73,11 +77,11 @@ def shipped_configs() -> dict[str, Config]:
 
     tables: list[Mapping[str, Config]] = [PREFILL]
     tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode_cut, gemv, gemm)]
-    return {key: choose(table, key) for table in tables for key in table}
+    return {key: choose_config(table, key) for table in tables for key in table}
 
 
 def neighbours(config: Config, field: str) -> Iterator[int]:
-    """Yield the values of a field to try: `stages` ± 1, half and double of any other field."""
+    """Yield the values to try for a field of a configuration: `stages` ± 1, half and double of any other."""
     value = config[field]
     if field == "stages":
         yield from (other for other in (value - 1, value + 1) if other >= 1)
@@ -85,8 +89,14 @@ def neighbours(config: Config, field: str) -> Iterator[int]:
         yield from (other for other in (value // 2, value * 2) if other >= 1)
 
 
-def improve(key: str, config: Config, work: Callable[[], object], is_right: Check) -> tuple[float, float, Config]:
+def tune_config(key: str, config: Config, work: Callable[[], object], is_right: Check) -> tuple[float, float, Config]:
     """Tune one configuration; values that fail or give wrong results are skipped.
+
+    Args:
+        key: key of the configuration.
+        config: its current fields.
+        work: runs the kernel with the active configuration.
+        is_right: returns whether the kernel's result is correct.
 
     Returns:
         Milliseconds before, milliseconds after, and the changed fields.
@@ -97,7 +107,7 @@ def improve(key: str, config: Config, work: Callable[[], object], is_right: Chec
         start = changed.get(field, config[field])
         for value in neighbours(config, field):
             entry = changed | {field: value}
-            with trying({key: config | entry}):
+            with override_configs({key: config | entry}):
                 try:
                     milliseconds = _milliseconds(work) if is_right() else float("inf")
                 except Exception:  # too many registers, too little shared memory, an unsupported shape
@@ -108,7 +118,7 @@ def improve(key: str, config: Config, work: Callable[[], object], is_right: Chec
 
 
 def probe(key: str) -> tuple[Callable[[], object], Check]:
-    """Return a function that runs the kernel with this configuration, and one that checks its result.
+    """Return a function that runs the kernel of a configuration's key, and one that checks the kernel's result.
 
     Raises:
         UsageError: no workload of the bench uses the configuration.

@@ -123,7 +123,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class HeldCall(AttentionCall):
-    """A call with an object that its peer needs to compute it.
+    """An attention call with an object that its peer needs in order to compute it.
 
     Attributes:
         held: a cache, or a function that runs a module.
@@ -132,8 +132,8 @@ class HeldCall(AttentionCall):
     held: Any = None
 
 
-def held_by(call: AttentionCall) -> Any:
-    """Return the `held` of a call, which the peer's `make` set.
+def get_held_object(call: AttentionCall) -> Any:
+    """Return the object that a peer's `make` stored in a call.
 
     Raises:
         UsageError: another peer made the call.
@@ -144,7 +144,7 @@ def held_by(call: AttentionCall) -> Any:
 
 
 def differential(work: Workload, device: str) -> AttentionCall:
-    """Make a random causal call, with the memory layout that projections produce."""
+    """Make a causal call of DIFF attention with random inputs, in the memory layout that projections produce."""
     generator = torch.Generator(device).manual_seed(0)
     model = work.model
 
@@ -164,7 +164,7 @@ def differential(work: Workload, device: str) -> AttentionCall:
 
 
 def transformer(work: Workload, device: str) -> AttentionCall:
-    """Make the matched Transformer's call: 2h heads of width d, and K and V as large as the DIFF model's."""
+    """Make a causal call of the matched Transformer with random inputs, and K and V as large as the DIFF model's."""
     generator = torch.Generator(device).manual_seed(0)
     model = work.model
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs

@@ -20,7 +20,7 @@ from diffquant.reports.plots import (
     tidy,
 )
 from diffquant.reports.tables import Table
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 from diffquant.support.outputs import RunFiles
 from diffquant.support.plain_data import parse_json
 
@@ -30,7 +30,7 @@ LOGITS, HIDDEN = "logits", "hidden"
 
 @dataclass(frozen=True)
 class Magnitude:
-    """Magnitudes of one kind of activation.
+    """Statistics of the magnitudes of one kind of activation, attention logits or hidden states.
 
     Attributes:
         count: number of magnitudes.
@@ -45,15 +45,15 @@ class Magnitude:
 
 @dataclass(frozen=True)
 class ModelOutliers:
-    """Magnitudes of one model's activations; dictionaries are by kind, "logits" or "hidden".
+    """Statistics of one model's activations; the dictionaries have the keys "logits" and "hidden".
 
     Attributes:
         name: name of the checkpoint's folder or file.
         generation: "DIFF V1", "DIFF V2" or "Transformer".
         fingerprint: fingerprint of the checkpoint.
         tokens: number of tokens read.
-        layers: magnitudes of each layer; without "logits" if a layer has no attention.
-        overall: magnitudes of all layers together.
+        layers: statistics of each layer; without "logits" if the layer has no attention.
+        overall: statistics over all layers together.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ModelOutliers:
 
 @dataclass(frozen=True)
 class Outliers:
-    """Outliers of several models on one text.
+    """Result of `find_outliers`: statistics of several models' activations on one text.
 
     Attributes:
         models: results of the models, in the given order.
@@ -82,8 +82,8 @@ class Outliers:
 
 
 def read_outliers(file: Path) -> Outliers:
-    """Read an outliers.json."""
-    data = parse_json(read_stored_text(file))
+    """Read results from an outliers.json file."""
+    data = parse_json(read_text_or_xz(file))
     models = [
         ModelOutliers(
             **model
@@ -176,15 +176,15 @@ FILES = RunFiles("outliers.json", frozenset({"models", "settings"}), ("outliers.
 
 
 def write_outliers(outliers: Outliers, folder: Path) -> list[Path]:
-    """Write outliers.json, outliers.png and outliers.html; `FILES.check` must have accepted the folder."""
+    """Write outliers.json, outliers.png and outliers.html, and return their paths; call `FILES.check(folder)` first."""
     texts, pictures = {"outliers.json": outliers.to_json()}, {"outliers.png": partial(plot_outliers, outliers)}
     return write_run(folder, texts, pictures, "outliers.html", partial(outlier_report, outliers))
 
 
 def plot_outliers(outliers: Outliers, path: Path) -> None:
-    """Plot the `STATISTICS` of each layer into a file, whose suffix selects the format.
+    """Plot the `STATISTICS` by layer into a file, whose suffix selects the format.
 
-    Panels have a row per kind of activation, with one scale, and a column per model.
+    The figure has a row of panels for each kind of activation, with a common scale, and a column for each model.
     """
     figure = new_figure(1.0 + max(2.9 * len(outliers.models), 5.0), 5.6)
     panels = figure.subplots(2, len(outliers.models), squeeze=False, sharex="col", sharey="row")
@@ -201,7 +201,7 @@ def plot_outliers(outliers: Outliers, path: Path) -> None:
 
 
 def draw_model(axis: Any, model: ModelOutliers, kind: str, tips: Tips | None = None) -> None:
-    """Plot one model's magnitudes of one kind by layer."""
+    """Plot the `STATISTICS` of one model's activations of one kind by layer, with tooltips if `tips` is given."""
     from matplotlib.ticker import MaxNLocator
 
     layers = [number for number, layer in enumerate(model.layers) if kind in layer]

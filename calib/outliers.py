@@ -38,9 +38,10 @@ def find_outliers(
     batch_tokens: int = 4096,
     progress: Progress = silent,
 ) -> Outliers:
-    """Measure the outliers of each model.
+    """Measure the largest and the median magnitudes of each model's attention logits and hidden states.
 
     Args:
+        models: checkpoints to measure.
         text: file to read; the bundled text by default.
         tokens: largest number of tokens to read.
         window: context length in tokens.
@@ -85,14 +86,14 @@ def find_outliers(
 def measure_magnitudes(
     model: CausalModel, ids: Tensor, batch_tokens: int = 4096, progress: Progress = silent
 ) -> tuple[list[dict[str, Magnitude]], dict[str, Magnitude]]:
-    """Measure the magnitudes of each layer's logits and outputs, and those of all layers together.
+    """Measure the magnitudes of each layer's attention logits and output, and those of all layers together.
 
     Args:
-        ids: token ids [N, T] of windows without padding.
+        ids: token ids [N, T] of N windows without padding.
         batch_tokens: largest number of tokens per forward pass.
 
     Returns:
-        A list with the magnitudes of each layer by kind, and the magnitudes of all layers by kind.
+        A list with the statistics of each layer, and the statistics over all layers, by kind: "logits" or "hidden".
 
     Raises:
         NonFiniteError: the model computes NaN or infinity.

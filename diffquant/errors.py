@@ -16,7 +16,7 @@ class DiffQuantError(Exception):
 
 
 class UsageError(DiffQuantError):
-    """An option, a scheme's text or a recipe is malformed."""
+    """An option, a scheme's text or a recipe is malformed, or cannot be applied to this model, device or data."""
 
     exit_code = 2
 

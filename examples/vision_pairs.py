@@ -108,7 +108,7 @@ class Vision:
             v.unflatten(-1, (-1, values)).transpose(1, 2),
             self._lam(layer) if self.is_diff else None,
             scale=width**-0.5,
-            mask=Mask(seen=torch.ones(1, 1, x.shape[1], x.shape[1], dtype=torch.bool)),
+            mask=Mask(explicit=torch.ones(1, 1, x.shape[1], x.shape[1], dtype=torch.bool)),
             post=self._post(layer) if self.is_diff else None,
             logits=self.logits,
         )

@@ -94,7 +94,7 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
             "present_value_names": "present.%d.value",
         },
     }
-    if plan.source.architecture.keeps_states:
+    if plan.source.architecture.has_recurrent_states:
         decoder["inputs"] |= {"past_conv_names": "past_conv.%d", "past_recurrent_names": "past_ssm.%d"}
         decoder["outputs"] |= {"present_conv_names": "present_conv.%d", "present_recurrent_names": "present_ssm.%d"}
     model: dict[str, Any] = {
@@ -142,15 +142,15 @@ def web_description(config: DiffTransformerConfig, tokens: SpecialTokens) -> dic
 
 
 def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
-    """Return config.json with a model type that transformers.js and optimum support.
+    """Return config.json for a portable folder, with a model type that transformers.js and optimum support.
 
-    These find the names of the cache inputs by the model type, and the graph computes the model whatever its type. So
-    the model is described as a Llama, whose cache inputs have the same names; its sizes are those of the cache: a key
-    row holds both maps' keys. A hybrid with Mamba states is described as a GraniteMoeHybrid, with a type per layer.
+    Both use the model type only to find the names of the cache inputs. So the model is described as a Llama, whose
+    cache inputs have the same names. Sizes are those of the cache, whose key rows hold both maps' keys. A hybrid with
+    Mamba states is described as a GraniteMoeHybrid, with a type per layer.
     """
     config, spec, architecture = plan.config, plan.spec, plan.source.architecture
     kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    if architecture.keeps_states:
+    if architecture.has_recurrent_states:
         # A layer's type decides whether its inputs are states, keys and values, or nothing.
         mixers = [next(iter(blocks.values())) for blocks in architecture.layers]
         types = [

@@ -22,11 +22,11 @@ from diffquant.onnx.graph.plan import (
     CACHE_LIMIT,
     ExportPlan,
     Scales,
+    activation_schemes,
     plan_export,
-    rounded_inputs,
     static_scales,
 )
-from diffquant.onnx.graph.streaming import Streamed, place, write
+from diffquant.onnx.graph.streaming import Streamed, assign_offsets, write
 from diffquant.onnx.options import ExportOptions, check_runtime
 from diffquant.onnx.runtime.device import cuda_notes
 from diffquant.recipe.scheme import Scheme
@@ -49,7 +49,7 @@ class OnnxReport(Readable):
         bytes_after: size of the model's two files in bytes.
         weights: number of the checkpoint's weights.
         seconds: duration of the export, calibration included.
-        calibrated: seconds of it spent on calibrating the cache; 0 if ranges were given or the cache is not quantized.
+        calibrated: part of `seconds` spent on calibrating the cache; 0 if ranges were given or it is not quantized.
         floor: oldest ONNX Runtime version that opens the model.
         notes: sentences for the user.
     """
@@ -89,7 +89,7 @@ def export(
         destination: folder to create; it is written atomically.
         options: float32 with a cache by default.
         ranges: calibrated ranges of a quantized cache, or the file that `diffquant calibrate` wrote. The function
-            `diffquant.calib.calibration.kv_cache.calibrate_cache` finds them on the bundled text.
+            `diffquant.calib.calibration.kv_cache.calibrate_cache` computes them on the bundled text.
         overwrite: replace an existing folder once the new one is complete.
         progress: called with bytes written.
 
@@ -110,7 +110,7 @@ def write_export(
     """Write the export that `check_export` planned; arguments are those of `export`.
 
     Raises:
-        DiffQuantError: the ranges are invalid, or writing fails; nothing is left then.
+        DiffQuantError: the ranges are invalid, or writing fails; no partial folder is left.
     """
     started, checked, options = time.monotonic(), plan.source, plan.options
     if isinstance(ranges, Path | str):
@@ -119,7 +119,7 @@ def write_export(
     decoder = plan.decoder(plan, scales)
     decoder.emit()
     streamed = decoder.linears.streamed
-    initializers, nbytes = place(streamed, options.layout.data_name)
+    initializers, nbytes = assign_offsets(streamed, options.layout.data_name)
     model = decoder.model(decoder.linears.with_views(initializers))
     key = {
         "verb": "export",
@@ -219,7 +219,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
             f"the checkpoint's recipe ({schemes}) is not part of the export; give "
             f"{option_name('kv')} or {option_name('logits')} to include it"
         )
-    if inputs := rounded_inputs(plan.source):
+    if inputs := activation_schemes(plan.source):
         notes.append(
             f"ONNX Runtime rounds activations to 8 bits with one scale per block of a weight's columns, absmax / 127, "
             f"in place of the recipe's activations {' or '.join(inputs)}"

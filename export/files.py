@@ -47,15 +47,15 @@ def check_exported(folder: Path) -> None:
                 raise CheckpointError(f"{folder / name} {POINTER}")
         return
     if not folder.exists():
-        raise CheckpointError(f"there is no {folder}; `diffquant export` makes such a folder of a checkpoint")
+        raise CheckpointError(f"there is no {folder}; create it from a checkpoint with `diffquant export`")
     if folder.suffix == ".onnx" and folder.is_file():
         raise CheckpointError(f"{folder} is a file; give the folder that it is in, {folder.parent}")
     if folder.suffix.lower() == ".gguf" or (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder} is a checkpoint, not an export: `diffquant export` makes one of it, and `diffquant generate` "
-            "continues texts with it unchanged"
+            f"{folder} is a checkpoint, not an export: `diffquant export` makes one from it, and `diffquant generate` "
+            "runs the checkpoint as it is"
         )
-    raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
+    raise CheckpointError(f"{folder} has no {MODEL_FILE}; give a folder that `diffquant export` wrote")
 
 
 def layout_of(folder: Path) -> Layout:

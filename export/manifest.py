@@ -19,7 +19,7 @@ FORMAT = "onnx"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """An export's record.
+    """An export's record, as diffquant.json in its folder contains it.
 
     Attributes:
         options: options of the export.
@@ -46,7 +46,7 @@ class Manifest:
 def write_manifest(
     folder: Path, options: ExportOptions, floor: str, source: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> None:
-    """Write a finished folder's record; `floor` is the oldest ONNX Runtime version that opens the model."""
+    """Write diffquant.json into an exported folder whose other files are complete; arguments are as in `Manifest`."""
     # Imported here because it imports torch, which reading a record must not need.
     from diffquant.support.installation import versions
 
@@ -91,7 +91,7 @@ def check_unchanged(folder: Path, manifest: Manifest) -> None:
     """Check the model's files, and the ranges of its cache, against the digests in the folder's record.
 
     Raises:
-        CheckpointError: some were edited, damaged or removed after export; the message names them all.
+        CheckpointError: some files were edited, damaged or removed after export; the message names them all.
     """
     changed = [*manifest.files.changed_files(folder), *manifest.calibration.changed_files(folder)]
     if changed:

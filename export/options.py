@@ -62,7 +62,7 @@ class ExportOptions:
 
     @classmethod
     def parse(cls, weights: str = "16", logits: str = "16", **others: Any) -> "ExportOptions":
-        """Make options from schemes in their text form."""
+        """Make options; schemes are texts such as "4:g32", and other options have the names of the attributes."""
         return cls(weights=parse_for("weights", weights), logits=parse_for("logits", logits), **others)
 
     @property
@@ -84,12 +84,12 @@ class ExportOptions:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of what the graph quantizes: weights, keys, values and logits."""
+        """The recipe with the schemes of weights, keys, values and logits in the graph."""
         cache = Scheme.parse(self.kv_bits, default="static")
         return Recipe(weights=self.weights, k=cache, v=cache, logits=self.logits)
 
     @property
-    def has_own_products(self) -> bool:
+    def has_custom_matmuls(self) -> bool:
         """Whether int8 matmuls are nodes of diffquant's op, for which the native library has kernels.
 
         These kernels need float32 activations and run on the CPU; a page in a browser cannot load the library.
@@ -103,7 +103,7 @@ class ExportOptions:
         if self.kv_bits not in (16, 8, 4):
             yield f"no kernel reads a {self.kv_bits}-bit KV cache; {option_name('kv')} takes 16, 8 or 4"
         if self.embed_bits not in (16, 8):
-            yield f"no kernel gathers {self.embed_bits}-bit embeddings; {option_name('embed')} takes 16 or 8"
+            yield f"no kernel reads {self.embed_bits}-bit embeddings; {option_name('embed')} takes 16 or 8"
         if self.dtype not in DTYPES:
             yield f"unknown dtype {self.dtype!r}; choose from {', '.join(DTYPES)}"
         if self.accuracy_level not in (1, 4):

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExportTarget:
-    """An export format whose folders a runtime opens directly. A separate command writes it.
+class ExportFormat:
+    """An export format whose folders a runtime opens directly.
 
     GGUF is not one: a GGUF file is opened as a checkpoint. The functions import their libraries when called, since
     recognizing a folder must not need any.
 
     Attributes:
         name: name of the target in commands.
-        opens: returns whether a folder is such an export, by the names of its files only.
+        opens: returns whether a folder is in this format, by the names of its files only.
         runtime: returns the runtime with which evaluations open such folders; raises MissingDependencyError if a
             library is not installed.
     """
@@ -39,17 +39,17 @@ def _load_onnx_runtime() -> "Runtime":
     return OnnxRuntime()
 
 
-ONNX = ExportTarget("onnx", lambda folder: model_file(folder).is_file(), _load_onnx_runtime)
+ONNX = ExportFormat("onnx", lambda folder: model_file(folder).is_file(), _load_onnx_runtime)
 TARGETS = {ONNX.name: ONNX}
 
 
-def register(target: ExportTarget) -> ExportTarget:
+def register(target: ExportFormat) -> ExportFormat:
     """Add a target to `TARGETS`, and return it."""
     TARGETS[target.name] = target
     return target
 
 
-def target_of(folder: Path) -> ExportTarget | None:
+def target_of(folder: Path) -> ExportFormat | None:
     """Return the export format of a folder, or None if it is a checkpoint."""
     return next((target for target in TARGETS.values() if target.opens(folder)), None)
 

@@ -61,7 +61,7 @@ def verify(
         progress: called with the work done, the total, and the current route.
 
     Raises:
-        CheckpointError: the folder was edited after export, was made from another checkpoint, or cannot run.
+        CheckpointError: the folder was edited after export, was exported from another checkpoint, or cannot run.
         MissingDependencyError: ONNX Runtime cannot use the device.
         ToleranceError: something differs by more than rounding explains; its `result` is the Verification.
     """
@@ -121,13 +121,13 @@ def _few_threads(source: Source) -> Iterator[None]:
 
 
 def find_reference(source: Source) -> type[Reference]:
-    """Return the class of the torch reference for exports of this checkpoint."""
+    """Return the class of the torch reference for exports of this checkpoint's architecture."""
     twin: type[Reference] = resolve_name(source.architecture.export).twin
     return twin
 
 
 def exact_bits(graph: ModelProto) -> set[int]:
-    """Return the widths of the weight codes that are multiplied with float32 activations; 8 only in older exports."""
+    """Return the bit widths of weights that a graph multiplies with float32 activations; 8 only in older exports."""
     products = [{each.name: each.i for each in node.attribute} for node in graph.graph.node if node.op_type == MATMUL]
     return {product["bits"] for product in products if product["accuracy_level"] == 1}
 
@@ -144,7 +144,7 @@ def _check_source(manifest: Manifest, source: Source) -> None:
     if FileDigests.of(source.checkpoint.weight_files(), exported.algorithm).contents != exported.contents:
         raise CheckpointError(
             f"the folder was exported from {manifest.source['name']}, whose weights are not those of {source.path}; "
-            "verify it against its own checkpoint"
+            "give the checkpoint that it was exported from"
         )
 
 
@@ -156,7 +156,7 @@ _PER_RADIAN = 2.0**-22
 
 
 def rotation_excess(graph: onnx.ModelProto, rotary: LlamaRotaryEmbedding, positions: int) -> float | None:
-    """Return the error of the RoPE tables divided by the error that rounding angles, cosines and sines explains.
+    """Return the error of a graph's RoPE tables divided by the error that rounding explains.
 
     Args:
         graph: exported model.
@@ -164,7 +164,7 @@ def rotation_excess(graph: onnx.ModelProto, rotary: LlamaRotaryEmbedding, positi
         positions: number of positions that the tables must have.
 
     Returns:
-        The largest such ratio over all entries; infinite if positions are missing, or None if the graph has no tables.
+        The largest ratio over all entries; infinite if positions are missing, or None if the graph has no tables.
     """
     tables = {each.name: numpy_helper.to_array(each) for each in graph.graph.initializer if each.name in _TABLES}
     if not tables:
@@ -195,7 +195,7 @@ _INPUTS = [each.name for each in schema().inputs]
 
 
 def body_problems(model: ModelProto, width: int) -> list[str]:
-    """Compare each op's function body with the one made from its nodes' attributes; return differences as sentences.
+    """Check that function bodies agree with the attributes of their nodes; return differences as sentences.
 
     Args:
         width: width d of a query head.
@@ -214,7 +214,7 @@ def _problems(node: NodeProto, found: FunctionProto | None, width: int, widest: 
     try:
         made = _make_body(node, found, width, widest)
     except (KeyError, TypeError, ValueError, UsageError) as error:
-        yield f"{node.name}: its attributes make no {node.op_type} ({error})"
+        yield f"{node.name}: its attributes are not valid for {node.op_type} ({error})"
         return
     if made.SerializeToString(deterministic=True) != found.SerializeToString(deterministic=True):
         yield f"{node.name}: {_first_difference(made, found)}"

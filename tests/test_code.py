@@ -91,6 +91,7 @@ def test_a_checkout_says_that_its_sources_were_changed(installed, tmp_path):
     for command in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "-m", "all"]):
         subprocess.run([git, *command], cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / "README.md").write_text("changed")
+    (tmp_path / "mine.py").write_text("a user's own script")
     assert not commit_of(tmp_path).endswith(CHANGED)
     (tmp_path / "diffquant/family/another.py").write_text("")
     assert commit_of(tmp_path).endswith(CHANGED)

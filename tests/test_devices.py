@@ -20,12 +20,20 @@ from diffquant.onnx import export
 from diffquant.onnx.native import kernel_name
 from diffquant.onnx.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
 from diffquant.onnx.targets import runtime_of
-from diffquant.support.devices import is_bfloat16_native, resolve_device
+from diffquant.support.devices import check_device, is_bfloat16_native, resolve_device
 from diffquant.verbs.cli import app
 from diffquant.verbs.notes import choose_device
 from tests.support import tiny_lm
 
 COMMANDS = typer.main.get_command(app).commands
+
+
+def test_a_device_beyond_the_last_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device("cuda:1")
+    with pytest.raises(UsageError, match="no device 'cuda:2': torch finds 2 CUDA devices"):
+        check_device("cuda:2")
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diffquant.onnx.native.build import LIBRARY
 from tests.support.thorough import thorough
@@ -142,6 +144,19 @@ def test_the_long_description_has_no_link_that_breaks(archives):
     assert not [target for target in targets if not target.startswith("https://")]
     assert "# diffquant" in description
     assert {"Author", "Keywords", "Classifier", "License-Expression"} <= set(metadata.keys())
+
+
+def test_conda_requires_what_pip_requires():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    recipe = yaml.safe_load((ROOT / "examples/conda/recipe.yaml").read_text(encoding="utf-8"))
+    of_conda = {"torch": "pytorch", "matplotlib": "matplotlib-base", "xxhash": "python-xxhash"}
+    pairs = [dependency.partition(">=") for dependency in project["dependencies"]]
+    wanted = [f"{of_conda.get(name, name)} >={version}" for name, _, version in pairs]
+    assert recipe["requirements"]["run"] == [f"python {project['requires-python']}", *wanted]
+    assert recipe["package"] == {"name": project["name"], "version": project["version"]}
+    assert recipe["about"]["summary"] == project["description"]
+    (entry,) = (f"{name} = {target}" for name, target in project["scripts"].items())
+    assert recipe["build"]["python"]["entry_points"] == [entry]
 
 
 @thorough

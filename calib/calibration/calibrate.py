@@ -37,12 +37,12 @@ from diffquant.support.progress import Progress, silent
 
 @dataclass(frozen=True)
 class Fit:
-    """Quantization error of one target in one layer on text that its ranges were not calibrated on.
+    """Quantization error of one layer's K, V or logits under calibrated ranges, measured on held-out text.
 
     Attributes:
         layer: index of the layer.
         target: "k", "v" or "logits".
-        clipped: fraction of values beyond their range.
+        clipped: fraction of values whose magnitude exceeds the range.
         sqnr: signal-to-quantization-noise ratio in dB.
     """
 
@@ -61,12 +61,12 @@ def measure_fit(
     batch_tokens: int,
     progress: Progress = silent,
 ) -> list[Fit]:
-    """Measure the quantization error under calibrated ranges on other windows, by layer and target.
+    """Measure the quantization error of each layer's K, V and logits under calibrated ranges, on held-out windows.
 
     Args:
         model: model that was calibrated.
-        ids: token ids [N, T] of windows.
-        tensors: ranges by name, from `observe_ranges`.
+        ids: token ids [N, T] of N held-out windows.
+        tensors: ranges by name, as `observe_ranges` returns them.
         bits: width of the codes.
         batch_tokens: largest number of tokens per forward pass.
     """
@@ -95,7 +95,13 @@ class RoundingLoss:
         self._signal = self.noise = 0.0
 
     def add(self, values: Tensor, ranges: Tensor, bits: int) -> None:
-        """Add values with their ranges, broadcastable to them; a value of 0 changes only the count."""
+        """Quantize and dequantize values, and add their errors; a value of 0 changes only `count`.
+
+        Args:
+            values: values of any shape.
+            ranges: largest magnitudes that codes can represent, above 0, broadcastable to `values`.
+            bits: width of the codes.
+        """
         largest = max_code(bits)
         ranges = ranges.to(values.device)
         scale = ranges / largest
@@ -106,6 +112,7 @@ class RoundingLoss:
         self.noise += float((values - read_back).square_().sum(dtype=torch.float64))
 
     def to_fit(self, layer: int, target: str) -> Fit:
+        """Return the error of all values added so far, as that of a layer's target."""
         sqnr = 10 * math.log10(self._signal / self.noise) if self._signal and self.noise else math.inf
         return Fit(layer, target, self.clipped / max(1, self.count), sqnr)
 
@@ -128,7 +135,7 @@ def _layer_losses(
 
 
 def fit_table(fits: Sequence[Fit], bits: int) -> str:
-    """Return a text table with a line for each target: its mean and its worst layer."""
+    """Format fits as a text table with a line for each target: the mean over the layers, and the worst layer."""
     head = ["target", "clipped", "at most", "SQNR", "at least", "worst in"]
     lines = []
     for target in dict.fromkeys(fit.target for fit in fits):
@@ -157,15 +164,19 @@ def calibrate(
     """Calibrate ranges on the first half of a text's windows, and measure their error on the second half.
 
     Args:
+        path: checkpoint, quantized or not.
         targets: activations to calibrate, among `CALIBRATED_TARGETS`.
         observer: rule that turns magnitudes into ranges; absmax by default.
-        text: calibration data for `read_calibration`.
+        text: files or datasets to read, as `read_calibration` accepts them; the bundled text by default.
         tokens: largest number of tokens to read, over both halves.
         window: context length in tokens.
         dtype: dtype of the model.
         device: device to run on, unless `places` is given.
         places: devices, main memory and disk to spread the model over, or None to use one device.
         batch_tokens: largest number of tokens per forward pass.
+
+    Returns:
+        The ranges, and their error on the second half by layer and target.
 
     Raises:
         UsageError: a target is unknown or none is given, the text has fewer than two windows, or there is no such
@@ -177,14 +188,14 @@ def calibrate(
     device = resolve_device(places.device if places else device)
     open_corpora(text)  # before the model is loaded
     source = open_source(path)
-    source.transformer("calibrate")
+    source.require_transformer("calibrate")
     tokenizer = source.tokenizer
     model = load(source, Recipe(), resolve_dtype(dtype, device), device, device_map=places)
     calibration = read_calibration(text, tokenizer, model.config, window, tokens)
     ids = calibration.ids.to(model.device)
     if len(ids) < 2:
         raise UsageError(
-            f"the text holds one window of {window} tokens; two are needed, to calibrate on and to report on"
+            f"the text has only one window of {window} tokens; two are needed: give a longer text or a shorter window"
         )
     observed, held_out = ids.tensor_split([(len(ids) + 1) // 2])
     tensors = observe_ranges(model, observed, targets, observer, batch_tokens, progress)

@@ -38,13 +38,18 @@ def write_importance(
     places: Places | None = None,
     progress: Progress = silent,
 ) -> Imatrix:
-    """Write an importance matrix of a 16-bit checkpoint, and return it as read back.
+    """Measure the importance matrix of a 16-bit checkpoint, write it to a file, and return what the file contains.
 
-    Weights of a Llama have a GGUF file's names, since llama.cpp can read them; others have the checkpoint's own.
+    Weights of a Llama are named as in GGUF, for llama.cpp; those of other models as in the checkpoint.
 
     Args:
         output: file to write.
-        text, tokens, window, dtype, device, places: as `calibrate` takes them.
+        text: files or datasets to read, as `read_calibration` accepts them; the bundled text by default.
+        tokens: largest number of tokens to read.
+        window: context length in tokens.
+        dtype: dtype of the model.
+        device: device to run on, unless `places` is given.
+        places: devices, main memory and disk to spread the model over, or None to use one device.
 
     Raises:
         CheckpointError: the checkpoint is quantized, or cannot be read.
@@ -80,11 +85,14 @@ def write_importance(
 def mean_squares(
     model: CausalModel, ids: Tensor, batch_tokens: int = _BATCH_TOKENS, progress: Progress = silent
 ) -> dict[str, Tensor]:
-    """Return the mean square [in] of the inputs of each linear module in the layers and of an untied head.
+    """Measure the mean square of each input channel of the linear modules in the layers, and of an untied head.
 
     Args:
-        ids: token ids [N, T] of windows.
+        ids: token ids [N, T] of N windows.
         batch_tokens: largest number of tokens per forward pass.
+
+    Returns:
+        float64 [input channels] by the module's name, such as "model.layers.0.mlp.down_proj" or "lm_head".
     """
     means: dict[str, Tensor] = {}
     walk, glance = model.walk(ids.shape[1]), model.walk(2)

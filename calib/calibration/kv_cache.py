@@ -39,7 +39,7 @@ def calibrate_cache(
         path: checkpoint, quantized or not.
         recipe: recipe of the model that will use the cache, for weights and logits; by default nothing is quantized
             except the weights of a quantized checkpoint.
-        ids: token ids [N, T] of windows to observe; windows of the bundled text by default.
+        ids: token ids [N, T] of N windows of text to calibrate on; windows of the bundled text by default.
 
     Raises:
         UsageError: the checkpoint has no tokenizer, or one that does not match its vocabulary.

@@ -25,13 +25,14 @@ Projections = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
 
 
 def iterate_projections(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
-    """Yield for each layer its queries, keys and values under the model's recipe, as a list with an entry per batch.
+    """Run a model layer by layer, and yield each layer's queries, keys and values as a list with an entry per batch.
 
-    The list is empty for a layer without attention. Memory holds the inputs of one layer for all windows, and that
-    layer's projections.
+    The list is empty for a layer without attention. Only one layer's inputs and projections for all windows are in
+    memory at a time.
 
     Args:
-        ids: token ids [N, T] of windows.
+        model: model with its recipe applied.
+        ids: token ids [N, T] of N windows.
         batch_tokens: largest number of tokens per forward pass.
 
     Raises:
@@ -52,7 +53,7 @@ def iterate_projections(model: CausalModel, ids: Tensor, batch_tokens: int) -> I
 
 
 def by_token(states: Tensor) -> Tensor:
-    """Reshape keys or values [B, H, T, d] to float32 [B·T, H, d]."""
+    """Convert keys or values [batch, heads, tokens, width] to float32 [batch·tokens, heads, width]."""
     return states.float().transpose(1, 2).flatten(0, 1)
 
 
@@ -73,10 +74,13 @@ def observe_ranges(
 
     Args:
         model: model with its recipe applied.
-        ids: token ids [N, T] of windows.
+        ids: token ids [N, T] of N windows.
         targets: activations to observe: "k", "v", "logits".
         observer: rule that turns magnitudes into ranges.
         batch_tokens: largest number of tokens per forward pass.
+
+    Returns:
+        float32 [key heads, key width] for "k", [value heads, value width] for "v", and [query heads] for "logits".
 
     Raises:
         NonFiniteError: the model computes NaN or infinity.
@@ -92,7 +96,14 @@ def observe_ranges(
 def layer_ranges(
     model: CausalModel, number: int, projections: list[Projections], targets: Collection[str], observer: Observer
 ) -> dict[str, Tensor]:
-    """Return the ranges of one layer's targets, by names such as "layers.0.k"; a layer may lack some targets."""
+    """Return the ranges of one layer by names such as "layers.0.k", except those of targets that the layer lacks.
+
+    Args:
+        number: index of the layer.
+        projections: the layer's list from `iterate_projections`.
+        targets: activations to observe: "k", "v", "logits".
+        observer: rule that turns magnitudes into ranges.
+    """
     own = [target for target in targets if number in model.model.architecture.target_layers[target]]
     ranges = _ranges_of_targets(projections, own, observer, model.config.diff_spec)
     return {f"layers.{number}.{target}": _nonzero(tensor).cpu() for target, tensor in ranges.items()}
@@ -106,11 +117,13 @@ def _nonzero(ranges: Tensor) -> Tensor:
 def to_ranges(
     source: Source, model: CausalModel, ids: Tensor, digest: str, observer: Observer, tensors: dict[str, Tensor]
 ) -> Ranges:
-    """Wrap ranges from `observe_ranges` with the settings that they depend on.
+    """Return ranges together with the checkpoint's fingerprint and the calibration settings that they depend on.
 
     Args:
-        ids: token ids [N, T] of the observed windows.
+        source: checkpoint of the model.
+        ids: token ids [N, T] of the N windows that the model was calibrated on.
         digest: digest of the windows' text.
+        tensors: ranges from `observe_ranges`.
 
     Raises:
         CheckpointError: the checkpoint has changed since it was opened.
@@ -152,6 +165,6 @@ def _logit_ranges(projections: list[Projections], observer: Observer, spec: Diff
         for first, block in iterate_unmasked_logits(queries, keys, spec):
             for head, logits in zip(heads, block.unbind(1), strict=True):
                 head.add_causal(logits, first)
-    return observer.ranges_of_counts(
-        torch.stack([head.counts for head in heads]), Magnitudes.values(), torch.cat([head.largest for head in heads])
-    )
+    counts = torch.stack([head.counts for head in heads])
+    largest = torch.cat([head.largest for head in heads])
+    return observer.ranges_from_histograms(counts, Magnitudes.bin_centers(), largest)

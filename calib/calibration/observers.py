@@ -62,7 +62,13 @@ class Magnitudes:
         self._keep(flat)
 
     def add_causal(self, logits: Tensor, first: int, window: int | None = None) -> None:
-        """Count a block [..., R, S] of `iterate_unmasked_logits`, without its masked entries, in place."""
+        """Count the magnitudes of attention logits, except those that a causal mask hides.
+
+        Args:
+            logits: [..., R, S] of R queries and S keys, from `iterate_unmasked_logits`; overwritten.
+            first: position of the first query among the keys.
+            window: number of newest keys that a query can attend to, its own included; all by default.
+        """
         magnitudes = logits.abs_().tril_(first)
         if window is not None:
             magnitudes.triu_(first - window + 1)
@@ -84,15 +90,15 @@ class Magnitudes:
         self.largest = joined.topk(min(self._kept, joined.numel())).values
 
     @staticmethod
-    def values() -> Tensor:
-        """Return the middle of each bin, float32, ascending; the first bin counts 0 and values too small for others."""
+    def bin_centers() -> Tensor:
+        """Return the center of each bin, float32 [bins], ascending; 0 for the first, which also counts tiny values."""
         edges = (torch.arange(_INFINITY + 1, dtype=torch.int32) << _DROPPED_BITS).view(torch.float32)
         return torch.cat([torch.zeros(1), (edges[1:-1] + edges[2:]) / 2])
 
     def quantile(self, share: float) -> float:
         """Return the quantile at `share` (0 to 1), with a relative error of at most `QUANTILE_ERROR`."""
         rank = max(1, math.ceil(share * self.count))
-        return float(self.values()[int((self.counts.cumsum(0) < rank).sum())])
+        return float(self.bin_centers()[int((self.counts.cumsum(0) < rank).sum())])
 
 
 KINDS = ("absmax", "percentile", "mse")
@@ -117,10 +123,13 @@ class Observer:
 
     @classmethod
     def parse(cls, text: str, bits: int = 8) -> "Observer":
-        """Read a kind, such as "mse", or "percentile:99.9".
+        """Parse an observer's name: "absmax", "mse", "percentile", or "percentile:99.9".
+
+        Args:
+            bits: width of the codes; only "mse" depends on it.
 
         Raises:
-            UsageError: it is neither.
+            UsageError: the text is none of these.
         """
         kind, _, percentage = text.partition(":")
         try:
@@ -136,11 +145,11 @@ class Observer:
         max_code(self.bits)
 
     def ranges(self, magnitudes: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return ranges of channels.
+        """Return the range of each channel.
 
         Args:
-            magnitudes: [N, C], 0 or more.
-            lengths: [N, C] upper bounds of each magnitude at any position, such as the L2 norm of two channels that
+            magnitudes: [N, C], N magnitudes of each of C channels.
+            lengths: [N, C] upper bounds of the magnitudes at any position, such as the L2 norm of two channels that
                 RoPE rotates into each other; the magnitudes by default.
 
         Returns:
@@ -156,13 +165,13 @@ class Observer:
             tops = self._least_error(tops, lambda tops: _squared_error(magnitudes, tops, self.bits).sum(0))
         return torch.where(tops == 0, 1.0, tops).float()
 
-    def ranges_of_counts(self, counts: Tensor, values: Tensor, largest: Tensor) -> Tensor:
-        """Return ranges of heads [H], from histograms of their magnitudes.
+    def ranges_from_histograms(self, counts: Tensor, values: Tensor, largest: Tensor) -> Tensor:
+        """Return the range of each head, float32 [heads], from histograms of magnitudes.
 
         Args:
-            counts: [H, bins] number of magnitudes in each bin.
+            counts: [heads, bins] number of magnitudes in each bin.
             values: [bins] magnitude of each bin, ascending.
-            largest: [H] exact largest magnitudes.
+            largest: [heads] exact largest magnitudes.
         """
         tops = largest
         if self.kind == "percentile":
@@ -192,7 +201,7 @@ class Observer:
 
 
 def swap_rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
-    """Swap in keys [..., d] every two channels that RoPE rotates into each other."""
+    """Swap the two channels of each pair that RoPE rotates into each other, in keys [..., channels]."""
     if spec.rope == "half":
         return keys.roll(keys.shape[-1] // 2, -1)
     partners: Tensor = keys.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -200,10 +209,15 @@ def swap_rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
 
 
 def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
-    """Return ranges [C] of rotated keys [N, H, d], C = H·d.
+    """Return the range of each channel of rotated keys, float32 [heads·width].
 
     RoPE rotates two channels into each other, by an angle that grows with the position. So both share a range, bounded
     by their L2 norm, which no position exceeds; the largest values on short text would be too small.
+
+    Args:
+        observer: rule that turns magnitudes into ranges.
+        keys: rotated keys [tokens, heads, width].
+        spec: specification of the attention.
     """
     if spec.rope == "none":
         return observer.ranges(keys.abs().flatten(1))

@@ -25,7 +25,7 @@ _LARGEST_COST = 1e6
 class Budget:
     """A size limit: the mean stored bits per element of each target, or the total bytes of all packed weights.
 
-    Exactly one is set.
+    Exactly one of the two is set.
 
     Attributes:
         bits: largest mean stored bits per element of each target, scales included.
@@ -37,7 +37,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Read "4.5" as average stored bits and "90MB" as bytes.
+        """Parse a budget: "4.5" is the mean stored bits per element, "90MB" the total bytes.
 
         Raises:
             UsageError: the text is neither.
@@ -54,7 +54,7 @@ class Budget:
         return f"{self.bits:g} bits" if self.bits is not None else f"{(self.nbytes or 0) / 1e6:g} MB"
 
     def limits(self, units: Sequence[Unit]) -> list[tuple[list[Unit], float]]:
-        """Return pairs of a group of units and its limit in bytes: a group per target, or all units for `nbytes`."""
+        """Return groups of units, each with its limit in bytes: one per target, or all units together for `nbytes`."""
         if self.nbytes is not None:
             return [(list(units), float(self.nbytes))]
         groups: dict[str, list[Unit]] = {}
@@ -71,8 +71,8 @@ class Budget:
         if self.nbytes is not None and any(unit.target != "weights" for unit in units):
             raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
         for group, limit in self.limits(units):
-            narrowest, *_, widest = sort_by_size(group, widths)
-            least = total(group, narrowest)
+            narrowest, *_, widest = sort_widths(group, widths)
+            least = total_bytes(group, narrowest)
             if least > limit * (1 + 1e-9):
                 elements = sum(unit.elements for unit in group)
                 # Rounded up, so that a budget with the reported number is sufficient.
@@ -83,21 +83,21 @@ class Budget:
                     f"{format_width(narrowest)} take {needed}, scales included; raise {option_name('budget')}, or add "
                     f"a narrower width to {option_name('bits')}"
                 )
-        if all(total(group, sort_by_size(group, widths)[-1]) < limit for group, limit in self.limits(units)):
+        if all(total_bytes(group, sort_widths(group, widths)[-1]) < limit for group, limit in self.limits(units)):
             raise UsageError(
                 f"the budget of {self} allows everything at {format_width(widest)}, the widest width; there is nothing "
                 "to search"
             )
 
 
-def total(units: Sequence[Unit], width: Width) -> float:
-    """Return the bytes of all units at a width."""
+def total_bytes(units: Sequence[Unit], width: Width) -> float:
+    """Return the stored bytes of all units together if each has this width."""
     return sum(unit.stored[width] for unit in units)
 
 
-def sort_by_size(units: Sequence[Unit], widths: Sequence[Width]) -> list[Width]:
-    """Sort widths by the units' bytes, the smallest first."""
-    return sorted(widths, key=lambda width: (total(units, width), code_width(width)))
+def sort_widths(units: Sequence[Unit], widths: Sequence[Width]) -> list[Width]:
+    """Sort widths by the total bytes of the units, the smallest first."""
+    return sorted(widths, key=lambda width: (total_bytes(units, width), code_width(width)))
 
 
 def require_scipy() -> None:
@@ -115,11 +115,11 @@ def require_scipy() -> None:
 
 
 def allocate(costs: Costs, budget: Budget) -> Allocation:
-    """Choose the widths with the least total cost within the budget.
+    """Choose the width of each unit so that the total cost is least within the budget.
 
     Args:
         costs: cost of every unit at every width, 0 or more; all units have the same widths.
-        budget: budget of the widths.
+        budget: size limit.
 
     Raises:
         DiffQuantError: the solver found no solution.
@@ -146,16 +146,16 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
         options={"mip_rel_gap": 0.0, "time_limit": 60},
     )
     if solution.x is None:
-        raise DiffQuantError(f"the integer programme has no solution: {solution.message}")
+        raise DiffQuantError(f"no widths within the budget were found: {solution.message}; try a larger budget")
     picked = solution.x.reshape(len(units), len(widths)).argmax(1)
     return {unit: widths[index] for unit, index in zip(units, picked, strict=True)}
 
 
 def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget) -> Allocation:
-    """Return widths that use up the budget without measurements: two neighbouring widths alternate over the units."""
+    """Choose widths without measured costs: two neighbouring widths alternate over the units and use up the budget."""
     chosen: Allocation = {}
     for group, limit in budget.limits(units):
-        totals = {width: total(group, width) for width in sort_by_size(group, widths)}
+        totals = {width: total_bytes(group, width) for width in sort_widths(group, widths)}
         low = [width for width, stored in totals.items() if stored <= limit * (1 + 1e-9)][-1]
         high = next((width for width, stored in totals.items() if stored > totals[low]), low)
         share = (limit - totals[low]) / max(totals[high] - totals[low], 1e-9)
@@ -170,6 +170,6 @@ def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget
 
 
 def average_bits(allocation: Mapping[Unit, Width], target: str) -> float:
-    """Return the mean stored bits per element of a target."""
+    """Return the mean stored bits per element over the units of a target, such as "weights" or "k"."""
     units = [unit for unit in allocation if unit.target == target]
     return stored_bits(sum(unit.stored[allocation[unit]] for unit in units), sum(unit.elements for unit in units))

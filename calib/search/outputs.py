@@ -11,12 +11,12 @@ from diffquant.calib.search.result import (
     Measurement,
     SearchResult,
     Width,
-    alike,
     format_width,
+    group_searches,
     interpolate_uniform_kl,
+    kinds_table,
     read_search,
     read_searches,
-    roles_table,
 )
 from diffquant.checkpoints.source import Source
 from diffquant.errors import OutputExistsError
@@ -37,16 +37,17 @@ from diffquant.support.outputs import RunFiles, check_replaced, has_fields
 
 
 def search_table(result: SearchResult) -> str:
-    """Return a text table of the candidates on held-out text, and a sentence that compares them at equal size.
+    """Return a text table of the compared recipes, and a sentence that compares them at equal size.
 
-    If parts were measured, a table with the KL per saved bit of each kind of tensor comes between them.
+    If parts of layers were measured, a table with the KL per saved bit of each kind of tensor comes before the
+    sentence.
     """
-    parts = [] if result.parts is None else [*roles_table(result).text_lines(), ""]
+    parts = [] if result.parts is None else [*kinds_table(result).text_lines(), ""]
     return "\n".join([*candidates_table(result).text_lines(), "", *parts, verdict(result)])
 
 
 def candidates_table(result: SearchResult) -> Table:
-    """Return a table of the compared recipes; the first row is 16 bits, and shaded."""
+    """Return a table of the compared recipes on held-out text; the first row, the 16-bit model, is shaded."""
     lines = [["16 bits", "16", "", f"{result.perplexity:.3f}", "", ""], *map(_cells, result.candidates)]
     heads = ("recipe", "stored bits", "checkpoint", "perplexity", "KL", "predicted KL")
     return Table(heads, lines, [name == "16 bits" for name, *_ in lines], names=2)
@@ -79,7 +80,8 @@ def search_report(folder: Path) -> Report:
     patterns = ("recipe-*.yaml", "search-*.json", "search-*.json.xz")
     files = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
     charts = [
-        drawing((6.0, 4.0), partial(draw_pareto, group), f"{group[0].model}: KL by size") for group in alike(results)
+        drawing((6.0, 4.0), partial(draw_pareto, group), f"{group[0].model}: KL by size")
+        for group in group_searches(results)
     ]
     sections = [
         Section("KL by size", [Charts(charts)]),
@@ -99,14 +101,13 @@ def _section(result: SearchResult) -> Section:
         for unit in costliest
     ]
     heads = ["unit", "target", "elements", *(f"KL at {format_width(width)}" for width in widths), "bits given"]
-    heat = as_svg(heat_figure(result), f"{result.model}, {result.budget}: bits given to each tensor")
     return Section(
         f"Budget {result.budget}",
         [
             candidates_table(result),
             "KL is from the 16-bit model's next-token distributions, in nats, on held-out text.",
-            Drawing(heat),
-            roles_table(result),
+            Drawing(as_svg(heat_figure(result), f"{result.model}, {result.budget}: bits given to each tensor")),
+            kinds_table(result),
             "KL of a kind: the sum over its units, each rounded separately. Mbit: a million bits saved.",
             Section(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)], folded=True),
         ],
@@ -169,7 +170,7 @@ def check_same_search(budget: str, source: Source, targets: Collection[str], fol
     """Check early that an earlier search with this budget, if there is one, had the same model and targets.
 
     Raises:
-        OutputExistsError: it had others, and its recipe would be replaced.
+        OutputExistsError: its model or targets were others, and its recipe would be replaced.
     """
     file = folder / _names(budget)[1]
     if not file.exists():
@@ -180,8 +181,8 @@ def check_same_search(budget: str, source: Source, targets: Collection[str], fol
         found = ", ".join(earlier.candidates[0].bits)
         namesake = "another " if is_another and earlier.model == source.path.name else ""
         raise OutputExistsError(
-            f"{file} is of {earlier.model} ({found}) and would be replaced by a search of {namesake}{source.path.name} "
-            f"({', '.join(targets)}); choose another output"
+            f"{file} is a search of {earlier.model} ({found}); a search of {namesake}{source.path.name} "
+            f"({', '.join(targets)}) would replace it; choose another output"
         )
 
 
@@ -199,7 +200,7 @@ _DARK, _LIGHT = "#111111", "#f5f5f5"
 
 
 def heat_figure(result: SearchResult) -> Any:
-    """Draw a heat map of each unit's KL at the narrowest width, by layer and kind, with its chosen bits in the cell."""
+    """Draw a heat map of each unit's KL at the narrowest width, by layer and kind; cells show the chosen bits."""
     from matplotlib.colors import LogNorm
 
     kinds = list(dict.fromkeys(m.kind for m in result.measurements))
@@ -238,7 +239,7 @@ def _drawn_kl(measurement: Measurement | None, width: Width) -> Any:
 
 def plot_pareto(results: Sequence[SearchResult], path: Path) -> None:
     """Save a plot of searches' candidates by size and KL, with a panel for each model and set of targets."""
-    groups = alike(results)
+    groups = group_searches(results)
     figure = new_figure(6.4 * len(groups), 4.2)
     for axis, group in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
         draw_pareto(group, axis)
@@ -248,7 +249,7 @@ def plot_pareto(results: Sequence[SearchResult], path: Path) -> None:
 def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = None) -> None:
     """Plot searches of one model: uniform widths as a line, searched and evenly spread widths as points.
 
-    The size is the checkpoint's in bytes, or the mean stored bits of the targets if weights are not among them.
+    The horizontal axis is the checkpoint's size in MB, or the targets' mean stored bits if weights are not searched.
     """
     is_stored = "weights" in results[0].candidates[0].bits
     unit = "MB" if is_stored else "bits"

@@ -17,7 +17,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.scheme import Scheme
 from diffquant.reports.tables import Table
-from diffquant.support.files import find_named, read_stored_text
+from diffquant.support.files import find_named, read_text_or_xz
 from diffquant.support.plain_data import parse_json
 
 Width = int | str
@@ -30,26 +30,26 @@ def format_width(width: Width) -> str:
 
 
 def code_width(width: Width) -> int:
-    """Return the bits of a code, without scales."""
+    """Return the number of bits of one code of this width, without scales."""
     return format_named(str(width)).code_width
 
 
 def scheme_at(width: Width, granularity: str, target: str = "") -> Scheme:
-    """Return the scheme of a width; the granularity is ignored for formats with a fixed block size, such as NVFP4."""
+    """Return the scheme with a width and a granularity; formats with fixed blocks, such as NVFP4, ignore the latter."""
     own = format_named(str(width)).block
     return Scheme.parse(str(width) if own else f"{width}:{granularity}", target=target)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe, measured on held-out text.
+    """A recipe and its quality on held-out text.
 
     Attributes:
         name: name such as "searched", "spread evenly" or "uniform 4".
         bits: mean stored bits by target, scales included.
         nbytes: size of the checkpoint that `quantize` would write.
-        predicted: sum of its units' measured costs in nats, or None if a width was not measured.
-        kl: mean KL(16 bits || this) of the next-token distributions, in nats.
+        predicted: sum of the units' measured costs in nats, or None if a width was not measured.
+        kl: mean KL(16-bit model || recipe) of the next-token distributions, in nats.
         perplexity: perplexity of the text.
     """
 
@@ -73,7 +73,7 @@ class Measurement:
         elements: number of its elements; see `Unit.elements`.
         kl: KL in nats by width, the widest first; see `Sensitivity.measure_cost`.
         attention: relative error of attention's output by width, the widest first; see `Sensitivity.measure_cost`.
-        chosen: chosen width, or None if it is a part of a layer (see `find_parts`), which gets no width.
+        chosen: chosen width, or None if it is a part of a layer (see `find_measured_parts`), which gets no width.
     """
 
     name: str
@@ -98,7 +98,7 @@ class SearchResult:
         measurements: costs of the units.
         recipe: searched recipe.
         settings: settings that the measurements depend on.
-        parts: costs of parts of layers (see `find_parts`), or None if they were not measured.
+        parts: costs of parts of layers (see `find_measured_parts`), or None if they were not measured.
     """
 
     model: str
@@ -126,8 +126,8 @@ class SearchResult:
 
 
 def read_search(file: Path) -> SearchResult:
-    """Read a search-*.json."""
-    data = parse_json(read_stored_text(file))
+    """Read a search's result from its search-*.json file."""
+    data = parse_json(read_text_or_xz(file))
     there = [key for key in ("measurements", "parts") if data.get(key) is not None]
     measured = {key: [_measurement(unit) for unit in data[key]] for key in there}
     candidates = [Candidate(**candidate) for candidate in data["candidates"]]
@@ -144,11 +144,11 @@ def _measurement(unit: dict[str, Any]) -> Measurement:
 
 
 def read_searches(folder: Path) -> list[SearchResult]:
-    """Read all search-*.json of a folder, ordered by file name."""
+    """Read the results from all search-*.json files of a folder, ordered by file name."""
     return [read_search(file) for file in find_named(folder, "search-*.json")]
 
 
-def alike(results: Sequence[SearchResult]) -> list[list[SearchResult]]:
+def group_searches(results: Sequence[SearchResult]) -> list[list[SearchResult]]:
     """Group results by model and targets; each group is drawn in one chart."""
     groups: dict[tuple[str, ...], list[SearchResult]] = {}
     for result in results:
@@ -162,7 +162,7 @@ _BY_WIDTH = ("kl", "attention")
 _UNROUNDED = 16
 
 
-def roles(result: SearchResult) -> dict[tuple[str, str], list[Measurement]]:
+def group_by_kind(result: SearchResult) -> dict[tuple[str, str], list[Measurement]]:
     """Group units by kind and target, over all layers; the largest KL per saved bit at the narrowest width first."""
     kinds: dict[tuple[str, str], list[Measurement]] = {}
     for unit in [*result.measurements, *(result.parts or [])]:
@@ -173,19 +173,19 @@ def roles(result: SearchResult) -> dict[tuple[str, str], list[Measurement]]:
 
 
 def kl_per_megabit(units: Sequence[Measurement], width: Width) -> float:
-    """Return the KL in nats per million bits that a width saves against 16 bits, without scales.
+    """Return the KL in nats per million bits that a width saves against 16 bits, not counting scales.
 
-    It is the sum of the units' KL, each measured with only that unit rounded.
+    The KL is the sum over the units, each measured with only that unit rounded.
     """
     saved = sum(unit.elements for unit in units) * (_UNROUNDED - code_width(width))
     return sum(unit.kl[width] for unit in units) / (saved / 1e6)
 
 
-def roles_table(result: SearchResult) -> Table:
-    """Return a table of `roles`; the worst layer has the largest KL at the narrowest width."""
+def kinds_table(result: SearchResult) -> Table:
+    """Return a table of each kind's KL per saved bit, and of its layer with the largest KL at the narrowest width."""
     heads = ["kind", "target", *(f"KL per Mbit at {format_width(width)}" for width in result.widths), "worst layer"]
     lines = []
-    for kind, units in roles(result).items():
+    for kind, units in group_by_kind(result).items():
         worst = max(units, key=lambda unit: unit.kl[result.widths[-1]])
         lines.append([*kind, *(f"{kl_per_megabit(units, width):.3g}" for width in result.widths), str(worst.layer)])
     return Table(heads, lines, names=2)
@@ -199,8 +199,8 @@ def interpolate_uniform_kl(result: SearchResult) -> float | None:
     """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
 
     Returns:
-        The KL in nats, or None if there are no two neighbouring uniform widths that enclose the recipe at the same
-        position for all targets, each with a KL above 0.
+        The KL in nats, or None if it cannot be interpolated. That needs two neighbouring uniform widths with KLs above
+        0, between which the recipe's stored bits lie at the same relative position for every target.
     """
     searched = result.candidates[0].bits
     uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]

@@ -13,12 +13,12 @@ from diffquant.calib.search.allocation import (
     allocate,
     average_bits,
     require_scipy,
-    sort_by_size,
+    sort_widths,
     spread_evenly,
 )
 from diffquant.calib.search.result import INTEGERS, Candidate, Measurement, SearchResult, Width, format_width
 from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
-from diffquant.calib.search.units import Unit, find_parts, find_units, to_recipe
+from diffquant.calib.search.units import Unit, find_measured_parts, find_units, to_recipe
 from diffquant.checkpoints.calibration import calibration_text
 from diffquant.checkpoints.corpora import Sources
 from diffquant.checkpoints.source import Source, open_source
@@ -47,15 +47,15 @@ _CHECK_WINDOW = 512
 
 
 class Search:
-    """A search over one model; invalid arguments raise in the constructor.
+    """A search for the bit widths of one model's tensors under a size budget.
 
     Attributes:
         budget: budget of the widths.
         targets: names among "weights", "k", "v" and "logits".
         widths: widths to choose from, the widest first.
         source: checkpoint to search.
-        units: units that each get a width.
-        parts: parts of layers that are only measured; empty unless they were asked for.
+        units: tensors that each get a width.
+        parts: parts of layers that are measured and get no width; empty unless the constructor's `parts` was true.
         journal: measurements made so far.
     """
 
@@ -85,14 +85,14 @@ class Search:
             targets: names among "weights", "k", "v" and "logits".
             widths: widths to choose from: integers from 2 to 8 bits, or names of other number formats.
             granularity: granularity of the weights.
-            text: calibration data for `read_calibration`; costs are measured on the first half, and recipes compared on
-                the second.
+            text: files or datasets, as `read_calibration` accepts them; costs are measured on the first half, and
+                recipes compared on the second.
             windows: number of windows to measure costs on.
             window: tokens per window.
             check_characters: largest number of characters of the second half to compare recipes on.
             dtype: dtype of the models.
             device: device to run on.
-            parts: whether to measure parts of layers too (see `find_parts`).
+            parts: whether to measure parts of layers too (see `find_measured_parts`).
 
         Raises:
             DiffQuantError: the checkpoint, the text, the targets, the widths or the budget are invalid.
@@ -113,8 +113,8 @@ class Search:
         # If integers are among the widths, the result is compared with every uniform integer width.
         self._uniform = (*(INTEGERS if len(floats) < len(widths) else ()), *floats)
         self.units = find_units(self.source, targets, granularity, self._uniform)
-        self.parts = find_parts(self.source, granularity) if parts else []
-        self.widths = sort_by_size(self.units, list(set(widths)))[::-1]
+        self.parts = find_measured_parts(self.source, granularity) if parts else []
+        self.widths = sort_widths(self.units, list(set(widths)))[::-1]
         budget.check(self.units, self.widths)
         self._tokenizer = self.source.tokenizer
         wanted = 2 * max(2 * CHARACTERS_PER_TOKEN * windows * window, check_characters)
@@ -170,7 +170,7 @@ class Search:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {len(self.journal)} measurements are kept in {self.journal.path}; run the same command "
-                "again to go on"
+                "again to resume"
             ) from None
         measured = {
             u: Measurement(
@@ -245,7 +245,7 @@ class Search:
 
     def _uniform_widths(self, chosen: Allocation) -> list[Width]:
         """Return the uniform widths that enclose the chosen ones in size, for every target, ordered by size."""
-        widths, below = sort_by_size(self.units, self._uniform), list[int]()
+        widths, below = sort_widths(self.units, self._uniform), list[int]()
         for target in self.targets:
             mean = average_bits(chosen, target)
             uniform = [average_bits(dict.fromkeys(self.units, width), target) for width in widths]

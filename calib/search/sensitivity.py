@@ -20,7 +20,7 @@ from diffquant.support.names import option_name
 
 
 class OneDnnProducts(TorchFunctionMode):
-    """A context in which `linear` uses oneDNN for float32 on the CPU without gradients; the order of sums differs."""
+    """A context in which `linear` uses oneDNN for float32 on the CPU without gradients, which adds in another order."""
 
     def __torch_function__(
         self,
@@ -49,9 +49,10 @@ _POSITIONS = 16
 
 
 class Sensitivity:
-    """A model's forward pass on some windows, kept so that a change in a layer recomputes only from that layer on.
+    """Measures how much rounding a single unit changes a model's predictions on fixed windows of text.
 
-    Keeps every layer's input, usually [N, T, D], and the log-probabilities at evenly spaced positions.
+    It keeps each layer's input, usually [N, T, D], from one forward pass of the 16-bit model, so that a measurement
+    computes only the unit's layer and later ones. It also keeps the log-probabilities at evenly spaced positions.
 
     Attributes:
         model: 16-bit model.
@@ -64,7 +65,7 @@ class Sensitivity:
 
         Args:
             model: 16-bit model; a measurement changes it temporarily.
-            ids: token ids [N, T] of windows.
+            ids: token ids [N, T] of N windows.
 
         Raises:
             NonFiniteError: the model computes NaN or infinity.
@@ -91,8 +92,8 @@ class Sensitivity:
         """Measure the cost of rounding only this unit, by a forward pass from the unit's layer on.
 
         Returns:
-            "kl": mean KL(16 bits || this) of the next-token distributions, in nats. "attention": relative RMS error
-            of the input of attention's output projection, or None if the unit does not affect it.
+            "kl": mean KL(16-bit model || rounded model) of the next-token distributions, in nats. "attention": relative
+            RMS error of the input of attention's output projection, or None if the unit does not affect it.
         """
         with OneDnnProducts():
             with quantize_unit(self.model, unit, width):
@@ -131,6 +132,6 @@ class Sensitivity:
 
 
 def relative_rms(got: Tensor, wanted: Tensor) -> float:
-    """Return the RMS of the difference divided by the RMS of `wanted`."""
+    """Return the RMS of `got` - `wanted` divided by the RMS of `wanted`."""
     error = (got.double() - wanted.double()).square().sum()
     return float((error / wanted.double().square().sum().clamp(min=1e-300)).sqrt())

@@ -24,7 +24,7 @@ _LINE = re.compile(r"\^blk\\\.\([0-9|]+\)\\\.\w+\\\.weight\$=\w+")
 
 
 def tensor_types(result: SearchResult) -> str:
-    """Return the lines, one for each projection and type, with the layers that have it.
+    """Return a search's widths as lines for llama-quantize: one for each projection and ggml type, with its layers.
 
     Raises:
         UsageError: the search has no weights, widths without a ggml type, or weights without a name in GGUF; all are
@@ -71,11 +71,11 @@ def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
         raise UsageError("llama.cpp has no DIFF attention, so llama-quantize cannot use widths of this model")
     unnamed = sorted(set(kinds) - set(IN_LAYERS.values()))
     if unnamed:
-        raise UsageError(f"a GGUF file of a Llama has no tensors for {', '.join(unnamed)}, so no line can name them")
+        raise UsageError(f"a Llama's GGUF file has no tensors for {', '.join(unnamed)}; search other kinds of weights")
 
 
-def check_lines_output(file: Path, made: Path) -> None:
-    """Check, before a search, that a file for llama-quantize can be written, and would replace only such a file.
+def check_types_output(file: Path, made: Path) -> None:
+    """Check, before a search, that a file for llama-quantize can be written, and would not replace any other file.
 
     Args:
         made: output folder of the search, which need not exist yet.

@@ -27,20 +27,22 @@ TARGETS = ("weights", *CALIBRATED_TARGETS)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unit:
-    """A tensor whose bit width is chosen. Both maps of a pair belong to the same units, so they have equal widths.
+    """A tensor whose bit width a search chooses: a weight, or one layer's keys, values or attention logits.
+
+    A unit that gets a width has the heads of both attention maps, so both maps have the same width.
 
     Attributes:
         target: "weights", "k", "v" or "logits".
-        name: the weight's module in the checkpoint, or the layer's attention and the target.
+        name: name of the weight's module in the checkpoint, or a name such as "model.layers.3.self_attn.k".
         layer: index of its layer.
         kind: name inside a layer, such as "mlp.up_proj" or "logits".
         granularity: granularity of its scales.
-        elements: number of the weight's elements, or of the cache's per token; 1 for logits.
+        elements: number of elements of the weight, or of K or V per token; 1 for logits.
         stored: bytes at each width, scales included: of a weight as `quantize` writes it, or of K or V per token in the
             cache. Logits are not stored; their bytes are those of a code.
         parameter: name of the model's parameter, for weights.
         dtype: dtype in which the weight is written.
-        rows: indices of the parameter's rows if the unit is only a part of it, otherwise None.
+        rows: indices of the parameter's rows that the unit consists of, or None if it has all.
     """
 
     target: str
@@ -60,7 +62,7 @@ class Unit:
 
     @property
     def in_attention(self) -> bool:
-        """Whether its error affects the input of attention's output projection."""
+        """Whether rounding the unit affects the input of attention's output projection."""
         return self.target != "weights" or (
             self.kind.startswith(("self_attn.", "attn.")) and not self.kind.endswith((".o_proj", ".wo", ".out_proj"))
         )
@@ -91,8 +93,8 @@ def find_units(
     return sorted(units, key=lambda unit: unit.layer)
 
 
-def find_parts(source: Source, granularity: str) -> list[Unit]:
-    """Return parts of layers that are measured but get no width, ordered by layer.
+def find_measured_parts(source: Source, granularity: str) -> list[Unit]:
+    """Return parts of layers as units that are measured but get no width, ordered by layer.
 
     These are each map's rows of the query projections (and of the key projections if the maps do not share keys), and
     the matrices that stay at 16 bits unless an override names them, such as λ's and the gate's.
@@ -150,7 +152,7 @@ def _entries(rows: TokenRows | None, target: str, widths: Sequence[Width]) -> tu
 
 
 def to_recipe(widths: Mapping[Unit, Width]) -> Recipe:
-    """Return an allocation's recipe: each target's most common scheme, and overrides for units with another."""
+    """Return the recipe with these widths: each target's most common scheme, and overrides for the other units."""
     schemes = {unit: unit.scheme(width) for unit, width in widths.items()}
     common = {target: _commonest([s for unit, s in schemes.items() if unit.target == target]) for target in TARGETS}
     overrides = {unit.name: scheme for unit, scheme in schemes.items() if scheme != common[unit.target]}
@@ -206,5 +208,5 @@ def _weight_unit(source: Source, parameter: str, granularity: str) -> Unit:
         elements=torch.Size(source.checkpoint.tensors[stored_name].shape).numel(),
         stored={},
         parameter=parameter,
-        dtype=source.checkpoint.written_dtype(stored_name),
+        dtype=source.checkpoint.output_dtype(stored_name),
     )

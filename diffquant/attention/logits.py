@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from diffquant.family.call import AttentionCall, Meter
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.numbers.sharing import Sharing
-from diffquant.recipe.numbers.simulation import logit_format, weight_scale
+from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
 
 
@@ -48,7 +48,7 @@ class LogitMeter:
         self.clipped = self.clipped + clipped
 
     def record_scales(self, scales: Tensor, largest: Tensor) -> None:
-        """Add scales to the statistics, except those whose logits are all zero or hidden."""
+        """Add scales to the statistics, except where `largest`, the largest |logit| of each scale, is 0."""
         if not scales.numel():
             return
         used = largest > 0
@@ -84,11 +84,11 @@ def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tenso
 
 
 def binds_maps(scheme: Scheme) -> bool:
-    """Return whether a map's codes depend on the pair's other map, so that pairs cannot share rounded noise maps."""
+    """Return whether rounding a map depends on the pair's other map, so that pairs cannot share rounded noise maps."""
     return scheme.quantizes and (scheme.has("alike") or scheme.sharing.binds_pairs)
 
 
-def to_rounded_form(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+def to_mean_and_difference(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
     """Return the tensors to round: each map's logits, or with `alike` their mean and half difference, in place."""
     if not scheme.has("alike") or len(prepared) == 1:
         return list(prepared)
@@ -97,20 +97,20 @@ def to_rounded_form(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
     return [first.add_(half), half]
 
 
-def from_rounded_form(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """Return each map's logits from the rounded tensors; the inverse of `to_rounded_form`."""
+def from_mean_and_difference(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+    """Return each map's logits from the rounded tensors; the inverse of `to_mean_and_difference`."""
     if not scheme.has("alike") or len(rounded) == 1:
         return list(rounded)
     mean, half = rounded
     return [mean - half, mean + half]
 
 
-def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
+def largest_magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
     """Compute the largest |logit| among the entries that share a scale, one tensor per map.
 
     Args:
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`; the second has fewer heads if
-            pairs share noise maps and `binds_maps` is false.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`; the second has fewer
+            heads if pairs share noise maps and `binds_maps` is false.
         scheme: scheme of the logits.
         ranges: calibrated ranges of a static scheme, one for each head of the first map, then of the second.
 
@@ -135,7 +135,7 @@ def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     return levels.mul_(scale)
 
 
-def round_maps(
+def round_call_logits(
     call: AttentionCall,
     prepared: Sequence[Tensor],
     visible: Tensor | None,
@@ -147,21 +147,23 @@ def round_maps(
 
     Args:
         call: call that gives the scheme and the meter; at 16 bits nothing is rounded.
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
-        visible, is_first: as in `count_logits`.
-        largest: the `magnitudes` of `prepared`, or None to compute them here.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`.
+        visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
+        largest: the `largest_magnitudes` of `prepared`, or None to compute them here.
+        is_first: whether this is a call's first block of queries; the meter counts scales shared by all queries only
+            then.
     """
     scheme = call.logits
     if scheme.quantizes:
-        largest = largest or magnitudes(prepared, scheme, call.ranges)
+        largest = largest or largest_magnitudes(prepared, scheme, call.ranges)
         scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in largest]
         if call.meter is not None:
-            count_logits(call.meter, prepared, largest, scales, visible, scheme, is_first=is_first)
+            record_logits(call.meter, prepared, largest, scales, visible, scheme, is_first=is_first)
         prepared = [round_logits(x, scale, scheme) for x, scale in zip(prepared, scales, strict=True)]
-    return from_rounded_form(prepared, scheme)
+    return from_mean_and_difference(prepared, scheme)
 
 
-def count_logits(
+def record_logits(
     meter: Meter,
     prepared: Sequence[Tensor],
     largest: Sequence[Tensor],
@@ -177,8 +179,8 @@ def count_logits(
 
     Args:
         meter: meter to add to.
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_rounded_form`.
-        largest, scales: the `magnitudes` of `prepared`, and the scales computed from them.
+        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`.
+        largest, scales: the `largest_magnitudes` of `prepared`, and the scales computed from them.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
         is_first: whether this is a call's first block of queries; scales shared by all queries are counted only then.
@@ -192,8 +194,8 @@ def count_logits(
     for logits, top, scale in zip(prepared, largest, scales, strict=True):
         # Absmax scales clip nothing, but block formats round their scales to powers of two or to low-bit floats.
         if scheme.has("shift") or scheme.sharing.is_static or scheme.format.block:
-            reach = logit_format(scheme.format, scheme.has("shift")).reach * scale
-            meter.count(0, (logits.abs() > reach).sum())
+            clip_limit = logit_format(scheme.format, scheme.has("shift")).clip_limit * scale
+            meter.count(0, (logits.abs() > clip_limit).sum())
         if is_first or not (sharing.spans_rows or sharing.is_static):
             meter.record_scales(scale[..., ::height, ::width], top[..., ::height, ::width])
 
@@ -253,9 +255,9 @@ def _round_weights(weights: Tensor, scheme: Scheme) -> Tensor:
     """Quantize and dequantize unnormalized softmax weights [..., S]."""
     if scheme.granularity == "row":
         return _simulate(
-            weights, scheme.format, weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
+            weights, scheme.format, softmax_weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
         )
-    number_format = scheme.format.bound_to(torch.ones(1))
+    number_format = scheme.format.with_tensor_scale(torch.ones(1))
     keys, size = weights.shape[-1], scheme.size or 1
     groups = pad(weights, (0, -keys % size)).unflatten(-1, (-1, size))
     return _simulate(groups, number_format, number_format.scale(groups, -1)).flatten(-2)[..., :keys]

@@ -5,9 +5,9 @@ from torch import Tensor
 from diffquant.attention.logits import (
     binds_maps,
     prepare_logits,
-    round_maps,
+    round_call_logits,
     softmax_weights,
-    to_rounded_form,
+    to_mean_and_difference,
 )
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import repeat_noise_heads
@@ -33,7 +33,7 @@ def naive(call: AttentionCall) -> Tensor:
         map_logits = [repeat_noise_heads(x, call.pairs) for x in map_logits]
     if logits.quantizes:
         prepared = [prepare_logits(x, visible, logits.has("shift")) for x in map_logits]
-        map_logits = round_maps(call, to_rounded_form(prepared, logits), visible)
+        map_logits = round_call_logits(call, to_mean_and_difference(prepared, logits), visible)
     call.count()
     maps = [softmax_weights(x, visible, call.p) for x in map_logits]
     weights = maps[0] if call.signal_gate is None else call.signal_gate.to(dtype) * maps[0]

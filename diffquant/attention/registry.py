@@ -14,7 +14,7 @@ from diffquant.support.devices import log_once
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention.
+    """An implementation of attention, which users may choose by name.
 
     Attributes:
         name: name by which users choose it.
@@ -36,7 +36,7 @@ class Backend:
     is_worthwhile: Callable[[AttentionCall], bool] = lambda _call: True
 
     def supports(self, rounds_maps: bool) -> bool:
-        """Return whether it supports calls whose `AttentionCall.rounds_maps` is this."""
+        """Return whether the backend supports calls with this value of `AttentionCall.rounds_maps`."""
         return self.logits in ("both", "quantized" if rounds_maps else "full")
 
 
@@ -67,8 +67,12 @@ def backends_by_priority(rounds_maps: bool) -> list[Backend]:
 def check_backend(name: str, rounds_maps: Iterable[bool] = ()) -> None:
     """Check that a backend exists and supports every layer of a model.
 
+    Args:
+        name: name of a backend, or "auto".
+        rounds_maps: `AttentionCall.rounds_maps` of each layer.
+
     Raises:
-        UsageError: it is neither "auto" nor a backend, or the backend does not support such maps.
+        UsageError: no backend has that name, or the backend does not support the maps of some layer.
     """
     if name == "auto":
         return
@@ -83,7 +87,7 @@ def check_backend(name: str, rounds_maps: Iterable[bool] = ()) -> None:
             "use auto or naive"
         )
     if refused:
-        raise UsageError(f"attention backend {name!r} computes only quantized maps; use auto or naive")
+        raise UsageError(f"attention backend {name!r} computes only quantized attention; use auto or naive")
 
 
 def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
@@ -130,7 +134,7 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
 def _find_refusal(backend: Backend, call: AttentionCall) -> str | None:
     """Return the reason why a backend cannot serve a call, or None."""
     if call.qk.quantizes and not backend.rounds_operands:
-        return f"queries and keys at {call.qk} must be quantized before the call"
+        return f"it does not quantize queries and keys itself (qk is {call.qk}); pass quantized ones without qk"
     return backend.refuses(call)
 
 

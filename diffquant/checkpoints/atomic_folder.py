@@ -31,13 +31,13 @@ _MARGIN = 16 * 2**20
 
 @contextmanager
 def stage_output(destination: Path, key: Mapping[str, Any], nbytes: int, overwrite: bool) -> Iterator[Staging]:
-    """Build `destination` in a partial folder next to it and move it into place if the body succeeds.
+    """Open a context that builds an output in a partial folder, which becomes `destination` if no error occurs.
 
     Args:
-        destination: folder to make; an old one is replaced only at the end.
+        destination: folder to make; an existing one is replaced only at the end.
         key: plain data that determines the output; finished shards are reused under the same key.
-        nbytes: size of the output.
-        overwrite: whether an old output may be replaced.
+        nbytes: size of the output in bytes.
+        overwrite: whether an existing output of diffquant may be replaced.
 
     Raises:
         OutputExistsError: the destination exists and `overwrite` is false, or has files that diffquant did not write.
@@ -77,12 +77,12 @@ def stage_output(destination: Path, key: Mapping[str, Any], nbytes: int, overwri
 
 
 def check_output(source: Path, destination: Path, overwrite: bool) -> None:
-    """Check, before any work and before the source is opened, that an output overwrites nothing it must not.
+    """Check, before the source is opened, that an output overwrites only what it may.
 
     Raises:
         UsageError: source and destination overlap, or nothing can be written there.
         OutputExistsError: the destination exists and `overwrite` is false, or has files that diffquant did not write.
-        DiffQuantError: another run is putting its output there.
+        DiffQuantError: another run is writing the same output.
     """
     input_path, output_path = source.resolve(), destination.resolve()
     if input_path == output_path or output_path in input_path.parents or input_path in output_path.parents:
@@ -119,7 +119,7 @@ def _recorded_files(folder: Path) -> set[str]:
 
 
 def add_to_record(folder: Path, files: Iterable[Path]) -> None:
-    """Add files to an output's record, if it has one, so that `overwrite` may replace them."""
+    """Add files to the record in an output folder, if there is one, so that `overwrite` may replace them."""
     if recorded := _recorded_files(folder):
         names = recorded | {file.relative_to(folder).as_posix() for file in files}
         write_atomically(folder / RECORD, _record_json(read_json(folder / RECORD), names))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.checkpoints.compressed_tensors import GLOBAL, SCALE, codes_suffix, packed_shapes, unpack_parts
-from diffquant.checkpoints.placement import EMBEDDING, Placement, ReadByLayer, Spread
+from diffquant.checkpoints.placement import EMBEDDING, LayerwisePlacement, Placement, Spread
 from diffquant.checkpoints.places import Places
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.checkpoints.source import Source
@@ -29,7 +29,7 @@ _NAME = Path("model in memory")
 
 
 class MemoryCheckpoint(Checkpoint):
-    """A loaded model's parameters as a checkpoint, by the model's names."""
+    """A checkpoint that consists of a loaded model's parameters, under their names in the model."""
 
     def __init__(self, model: CausalModel) -> None:
         self.path = _NAME
@@ -52,15 +52,15 @@ class MemoryCheckpoint(Checkpoint):
 
 
 def make_memory_source(model: CausalModel) -> Source:
-    """Make a source of a loaded model.
+    """Return a `Source` that reads the parameters of a loaded model.
 
     Raises:
-        UsageError: its weights are already quantized, or some are offloaded to disk.
+        UsageError: the weights are already quantized, or some are offloaded (on the meta device).
     """
     if model.has_low_bit_weights:
         raise UsageError("the weights of this model are already quantized; load its 16-bit checkpoint")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise UsageError("this model is spread over devices (device_map); quantize its checkpoint's folder instead")
+        raise UsageError("weights of this model are offloaded (device_map); quantize its checkpoint's folder instead")
     checkpoint = MemoryCheckpoint(model)
     return Source(checkpoint, adapter_for(checkpoint.config).adapt_to(checkpoint.tensors), {}, {})
 
@@ -79,7 +79,7 @@ Rewrite = Callable[[str, Tensor], Tensor]
 
 
 def keep_unchanged(_name: str, data: Tensor) -> Tensor:
-    """Return the parameter as the checkpoint stores it."""
+    """Return a parameter's data unchanged: the default `Rewrite`."""
     return data
 
 
@@ -97,11 +97,11 @@ def build_model(
 
     Args:
         dtype, device, packed: as in `diffquant.load`.
-        rewrite: function that replaces a parameter's data.
-        places: places that the model is spread over, instead of one device.
+        rewrite: function from the name and the data of a 16-bit parameter in the checkpoint to its data in the model.
+        places: devices, main memory and disk to spread the model over; by default everything is on `device`.
         by_layer: whether each layer's parameters are read just before the layer runs and dropped afterwards. Of the
             embedding, only the rows of a text's tokens are read; the head is not read at all.
-        whole: modules, by the checkpoint's names, for which `rewrite` needs all rows at once.
+        whole: modules, by the checkpoint's names, whose rows `rewrite` must get all at once.
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
@@ -117,7 +117,7 @@ def build_model(
         placement = Spread(model, places, dtype)
     if by_layer:
         packed = False
-        placement = ReadByLayer(model, lambda rows: _convert(read_rows(rows), dtype, EMBEDDING))
+        placement = LayerwisePlacement(model, lambda rows: _convert(read_rows(rows), dtype, EMBEDDING))
     if packed is None:
         packed = has_packed_kernels(device, dtype)
     packed_schemes = _packable_schemes(source) if packed else {}
@@ -162,7 +162,7 @@ def has_packed_kernels(device: str, dtype: torch.dtype) -> bool:
 
 
 def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
-    """Check that every parameter of a model has a place, without reading it.
+    """Check that `places` has a place for every parameter of a model, without reading any.
 
     Raises:
         UsageError: see `Spread`.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_config import states_cache
+from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
@@ -27,26 +27,26 @@ def has_engine_format(recipe: Recipe) -> bool:
 
 
 def scale_names(adapter: Adapter) -> dict[str, str]:
-    """Return the name of the checkpoint's tensor with each cache scale, by range name, such as "layers.0.k"."""
+    """Return the tensor names of a checkpoint's cache scales, by name of the calibrated range, such as "layers.0.k"."""
     layers = range(adapter.architecture.num_hidden_layers)
     modules = {n: adapter.source_name(f"model.layers.{n}.self_attn.k_proj.weight").rsplit(".", 2)[0] for n in layers}
     return {f"layers.{n}.{target}": f"{modules[n]}.{target}_scale" for n in layers for target in ("k", "v")}
 
 
 def scales_of(adapter: Adapter, ranges: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return scales by tensor name that cover calibrated ranges: the next power of two at or above largest / 448."""
+    """Return cache scales for calibrated ranges, by tensor name: the least power of two not below largest / 448."""
     names = scale_names(adapter)
     exponents = {names[key]: torch.log2(tensor.max().double() / _LARGEST).ceil() for key, tensor in ranges.items()}
     return {name: float(2.0**exponent) for name, exponent in exponents.items()}
 
 
 def stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]:
-    """Return the ranges that a checkpoint's cache scales cover, or an empty mapping if it has no such scales.
+    """Return the calibrated ranges that follow from a checkpoint's cache scales; empty if it has no such scales.
 
     Raises:
         CheckpointError: a scale is not finite and above zero.
     """
-    if not states_cache(checkpoint.config):
+    if not has_kv_cache_scheme(checkpoint.config):
         return {}
     rows, ranges = adapter.architecture.token_rows, dict[str, Tensor]()
     for key, name in scale_names(adapter).items():

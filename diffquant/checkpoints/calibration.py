@@ -32,7 +32,7 @@ class Calibration:
         ids: token ids [N, window], with the sources mixed evenly.
         parts: token ids of each source in order, without an incomplete last sequence.
         record: digest, numbers of samples and tokens, and each source, for diffquant.json.
-        is_drawn: whether the seed has an effect, which it has if a source consists of rows.
+        is_drawn: whether rows of a source were put into an order that the seed decides; false for plain text files.
     """
 
     ids: Tensor
@@ -45,7 +45,7 @@ class Calibration:
         return str(self.record["text"])
 
     def overlap(self, scored: Sequence[Sequence[int]]) -> int:
-        """Count the tokens of the scored sequences that are in a run of 16 or more tokens of the calibration data."""
+        """Count the scored tokens in runs of 16 or more that also occur in the calibration data."""
         seen = {tuple(read[i : i + _RUN]) for read in self.parts for i in range(len(read) - _RUN + 1)}
         count = 0
         for tokens in scored:
@@ -74,7 +74,7 @@ def read_calibration(
     """
     check_window(window, config, tokenizer)
     if tokens < window:
-        raise UsageError(f"{tokens} tokens do not fill a window of {window}; read more tokens, or in shorter windows")
+        raise UsageError(f"{tokens} tokens do not fill a window of {window}; read more tokens, or use shorter windows")
     corpora = open_corpora(sources)
     parts: list[Tensor] = []
     records: list[dict[str, Any]] = []
@@ -102,8 +102,8 @@ def read_calibration(
 def calibration_text(sources: Sources, tokenizer: Any, characters: int) -> str:
     """Return the sources' documents as one text.
 
-    A single plain text file is returned whole; of a single source of rows, enough for `characters` are joined. Of
-    several sources, each contributes at most its weight's fraction of `characters`.
+    A single plain text file is returned whole. Of a single source of rows, rows are joined until there are at least
+    `characters`. Each of several sources contributes at most its weight's fraction of `characters`.
 
     Raises:
         DiffQuantError: see `read_calibration`.
@@ -124,12 +124,12 @@ def calibration_text(sources: Sources, tokenizer: Any, characters: int) -> str:
 
 
 def combine_digests(digests: Sequence[str]) -> str:
-    """Return 16 hex digits for several texts; for a single text, its own digest."""
+    """Combine texts' digests into one of 16 hex digits; a single digest is returned unchanged."""
     return digests[0] if len(digests) == 1 else text_digest("\n".join(digests))
 
 
 def mix_evenly(parts: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return all items in one list, with those of each part spread evenly over it."""
+    """Merge lists into one in which the items of each list are spread evenly, in their order."""
     places = [((k + 0.5) / len(part), i, k) for i, part in enumerate(parts) for k in range(len(part))]
     return [parts[i][k] for _, i, k in sorted(places)]
 

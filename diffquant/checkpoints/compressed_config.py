@@ -41,7 +41,8 @@ def quantization_config(
     Args:
         schemes: scheme of each packed module by name.
         linears: every Linear of the model by module name, packed or not.
-        ignored: regular expressions of further modules that are not packed; one that fits a packed module is left out.
+        ignored: regular expressions of further modules that are not packed; those that match a packed module are
+            left out.
         inputs: scheme of the inputs of each packed module whose inputs are rounded while the model runs.
     """
     others = [each for each in ignored if not any(re.fullmatch(each, name) for name in schemes)]
@@ -73,8 +74,8 @@ def quantization_config(
     }
 
 
-def states_cache(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json has a recipe of diffquant, with its cache given as a `kv_cache_scheme`."""
+def has_kv_cache_scheme(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json has a recipe of diffquant, and its cache scheme for engines as a `kv_cache_scheme`."""
     entry = config.get("quantization_config")
     is_stated = isinstance(entry, Mapping) and entry.get("kv_cache_scheme") == STATIC_CACHE
     return is_stated and "diffquant_config" in config
@@ -99,7 +100,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
                 f"config.json has no quantization_config, yet the weights of {first_few(modules, ', ')} are packed"
             )
         return {}
-    groups = _read_groups(entry, records_activations(config), states_cache(config))
+    groups = _read_groups(entry, has_input_schemes(config), has_kv_cache_scheme(config))
     schemes = pick_targets(modules, groups)
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:
@@ -130,8 +131,8 @@ def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def records_activations(config: Mapping[str, Any]) -> bool:
-    """Return whether a folder's recipe has a scheme for the inputs of its Linears."""
+def has_input_schemes(config: Mapping[str, Any]) -> bool:
+    """Return whether the recipe in config.json has a scheme, or an override, for the inputs of Linears."""
     recorded = config.get("diffquant_config")
     recipe = recorded.get("recipe") if isinstance(recorded, Mapping) else None
     if not isinstance(recipe, Mapping):
@@ -223,7 +224,7 @@ def _group_problems(group: Any, layout: object, rounds_inputs: bool) -> list[str
 
 
 def has_targets(group: Mapping[str, Any]) -> bool:
-    """Return whether a config group names its modules."""
+    """Return whether a config group has a list of `targets`, which name its modules."""
     targets = group.get("targets")
     return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
 
@@ -241,13 +242,13 @@ def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> l
 
 
 def is_square(structure: object) -> bool:
-    """Return whether a block_structure has blocks as high as wide."""
+    """Return whether a `block_structure` of quantization_config gives square blocks."""
     block = block_shape(structure)
     return block is not None and block[0] == block[1]
 
 
 def block_shape(structure: object) -> tuple[int, int] | None:
-    """Return the height and width of blocks as a folder states them, or None if it does not."""
+    """Return (height, width) of a `block_structure`, or None if it is not a list of two positive whole numbers."""
     if isinstance(structure, list) and len(structure) == 2 and all(map(_is_size, structure)):
         return structure[0], structure[1]
     return None

@@ -40,9 +40,13 @@ def _alternatives(numbers: list[str]) -> str:
 
 
 def pick_targets(modules: Sequence[str], targets: Mapping[str, _T]) -> dict[str, _T | None]:
-    """Return the entry that compressed-tensors picks for each module: by exact name, expression or class.
+    """Return the entry that compressed-tensors picks for each module, or None if no target matches the module.
 
     If several expressions match, the first one in alphabetical order counts, wherever it stands in config.json.
+
+    Args:
+        targets: entries by target: a module's full name, a regular expression after "re:", or the class "Linear",
+            which matches modules that the others do not match.
 
     Raises:
         CheckpointError: an expression is malformed, or takes too long.
@@ -57,7 +61,7 @@ def pick_targets(modules: Sequence[str], targets: Mapping[str, _T]) -> dict[str,
 
 
 def match_modules(expressions: Sequence[str], modules: Sequence[str]) -> list[int | None]:
-    """Return the index of the first expression that each module's name begins with, or None.
+    """Return for each module the index of the first expression that matches the beginning of its name, or None.
 
     Raises:
         CheckpointError: an expression is malformed, or takes too long.

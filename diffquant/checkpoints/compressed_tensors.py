@@ -41,14 +41,14 @@ def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         The tensors by their names in the module, "weight_packed" and others, as in the module's docstring.
     """
     values = weight.float()
-    scheme = scheme.bound_to(values.abs().amax())
+    scheme = scheme.with_tensor_scale(values.abs().amax())
     scale = weight_scale(values, scheme, scheme.format.scale_dtype(weight.dtype))
     parts = pack_rows(weight_codes(values, scale, scheme), scale, scheme) | pack_shared(tuple(weight.shape), scheme)
     return {suffix.removeprefix("."): part for suffix, part in parts.items()}
 
 
 def pack_rows(codes: Tensor, scale: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """Pack codes int8 [rows, in] and their scale, by the suffix of the stored names."""
+    """Return the tensors to store for codes int8 [rows, in] and their scale, by the suffix of their names."""
     number_format = scheme.format
     scales = number_format.pack_scale(scale)
     if scales.dtype == torch.uint8:
@@ -57,7 +57,7 @@ def pack_rows(codes: Tensor, scale: Tensor, scheme: Scheme) -> dict[str, Tensor]
 
 
 def pack_shared(shape: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
-    """Return the tensors stored once per weight (shape, global scale), by the suffix of their names."""
+    """Return the tensors that are stored once per weight (shape, tensor scale), by the suffix of their names."""
     shapes = {SHAPE: torch.tensor(shape, dtype=torch.int64)} if scheme.format.stores_shape else {}
     tensor_scale = scheme.format.tensor_scale
     return shapes if tensor_scale is None else shapes | {GLOBAL: tensor_scale}
@@ -69,7 +69,7 @@ def codes_suffix(scheme: Scheme) -> str:
 
 
 def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
-    """Dequantize a weight without a global scale from its stored codes, scales and shape."""
+    """Dequantize a weight without a tensor scale from its stored codes, scales and shape."""
     return unpack_parts({codes_suffix(scheme): packed, SCALE: scale}, shape.tolist(), scheme)
 
 
@@ -87,7 +87,10 @@ def unpack_parts(parts: Mapping[str, Tensor], shape: Sequence[int], scheme: Sche
 
 
 def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute the stored absmax scale of a weight: [out, in/g], [out, 1], [1] or, for blocks, [⌈out/b⌉, ⌈in/b⌉].
+    """Compute the stored absmax scales of a weight.
+
+    Their shape is [out, in/g] for groups of g values, [⌈out/b⌉, ⌈in/b⌉] for blocks of b x b values, [out, 1] for rows,
+    and [1] for a tensor.
 
     Args:
         values: [out, in] finite floats.
@@ -123,7 +126,11 @@ def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a packed weight's tensors, for [out, in] or [experts, out, in], by name suffix."""
+    """Return the shapes of the tensors that store a packed weight, by the suffix of their names.
+
+    Args:
+        shape: [out, in] or [experts, out, in], the shape of the weight.
+    """
     *rows, width = shape
     packed = (*rows, scheme.format.stored_width(width))
     shapes = {codes_suffix(scheme): packed, SCALE: scheme.sharing.scale_shape(shape)}
@@ -133,7 +140,11 @@ def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int
 
 
 def packed_types(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of a packed weight's tensors, by name suffix; `dtype` is that of the unpacked weight."""
+    """Return the dtypes of the tensors that store a packed weight, by the suffix of their names.
+
+    Args:
+        dtype: dtype of the unpacked weight.
+    """
     types = {codes_suffix(scheme): scheme.format.file_dtype, SCALE: scheme.format.stored_scale_dtype(dtype)}
     if scheme.format.spans_tensor:
         types[GLOBAL] = torch.float32

@@ -1,11 +1,12 @@
 """Converts a model exactly to another one of the family that computes the same function.
 
-Three conversions are supported: unilm's DIFF V1 to Hugging Face `diffllama`, a plain Llama to DIFF V2, and any
-Transformer of the family to the same architecture with rotated weights, whose outliers are spread over all channels.
+Four conversions are supported: unilm's DIFF V1 to Hugging Face `diffllama`, a plain Llama to DIFF V2, and any
+Transformer of the family to the same architecture with rotated weights, whose outliers are spread over all channels, or
+with smoothed inputs, whose outliers move into the weights' columns.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -26,22 +27,25 @@ Change = Callable[[Tensor], Tensor]
 
 
 # (name of a source tensor, or None if the target's tensor is zeros; for each target row the index of its source row, or
-# a float64 matrix [target rows, source rows] to multiply the source by, or None if the rows keep their order; function
-# that then changes the rows, or None if they do not change)
+# a float64 matrix [target rows, source rows] to multiply the source by, or a float64 factor of each row, or None if the
+# rows keep their order; function that then changes the rows, or None if they do not change)
 Origin = tuple[str | None, Tensor | None, Change | None]
 
 
 def check_conversion(target: str, source: Source) -> None:
-    """Check that a source can be converted to a target.
+    """Check that a source can be converted.
+
+    Args:
+        target: "diffllama", "diff-v2", "rotated" or "smoothed".
 
     Raises:
         UsageError: this source cannot be converted exactly to the target.
-        CheckpointError: the source has layers whose rotation is unknown.
+        CheckpointError: the source has layers whose rotation or smoothing is unknown.
     """
-    if target not in (*_SOURCE_TYPES, ROTATED):
-        raise UsageError(f"cannot convert to {target!r}; choose from {', '.join((*_SOURCE_TYPES, ROTATED))}")
-    if target == ROTATED:
-        source.transformer(f"convert with {option_name('to', ROTATED)}")
+    if target not in (known := (*_SOURCE_TYPES, *SAME_TYPE)):
+        raise UsageError(f"cannot convert to {target!r}; choose from {', '.join(known)}")
+    if target in SAME_TYPE:
+        source.require_transformer(f"convert ({option_name('to', target)})")
         return
     model_type = source.model_type
     if model_type != _SOURCE_TYPES[target]:
@@ -51,26 +55,47 @@ def check_conversion(target: str, source: Source) -> None:
 
 
 def convert_config(target: str, source: Source) -> dict[str, Any]:
-    """Make the target's config.json.
+    """Return the content of the converted checkpoint's config.json.
+
+    Args:
+        target: as in `check_conversion`.
 
     Raises:
-        CheckpointError: the source has settings that the target has no place for.
+        CheckpointError: the source has settings that the target's config.json cannot express.
     """
+    if target == SMOOTHED:
+        return source.checkpoint.config
     if target == ROTATED:
         # A tied head cannot contain the final norm's weight.
         return source.checkpoint.config | {"tie_word_embeddings": False}
     return _diffllama_config(source) if target == "diffllama" else _diff_v2_config(source)
 
 
-def find_origin(target: str, source: Source, adapter: Adapter, name: str) -> Origin:
-    """Return the source tensor, row order and change that make a tensor of the target; `adapter` is the target's."""
+def find_origin(
+    target: str, source: Source, adapter: Adapter, name: str, factors: Mapping[str, Tensor] | None = None
+) -> Origin:
+    """Return the source tensor, row order and change that a tensor of the converted checkpoint is computed with.
+
+    Args:
+        target: as in `check_conversion`.
+        adapter: adapter of the converted checkpoint.
+        name: name of the tensor in the converted checkpoint.
+        factors: for smoothed inputs, the factors [channels] by the norm or projection that they divide.
+    """
+    if target == SMOOTHED:
+        return _smoothed_origin(name, factors or {})
     if target == ROTATED:
         return _rotated_origin(source, name)
     return _diffllama_origin(source, adapter, name) if target == "diffllama" else _diff_v2_origin(source, name)
 
 
-def describe_change(target: str, source: Source) -> str:
-    """Describe the change for the model card."""
+def describe_change(target: str, source: Source, factors: int = 0) -> str:
+    """Describe for the model card what a conversion to `target` changes; `factors` is the number of smoothed inputs."""
+    if target == SMOOTHED:
+        return (
+            f"the channels of {factors} of {3 * source.architecture.num_hidden_layers} inputs of linear layers are "
+            "divided by powers of two, and the weights' columns multiplied, for 8-bit activations."
+        )
     if target != ROTATED:
         return _CHANGES[target]
     width, spec = source.architecture.hidden_size, source.spec
@@ -95,7 +120,7 @@ _ROTARY = ("rope_theta", "rope_scaling", "rope_angles", "partial_rotary_factor",
 
 
 def _diffllama_config(source: Source) -> dict[str, Any]:
-    ours, spec = source.transformer("convert"), source.spec
+    ours, spec = source.require_transformer("convert"), source.spec
     problems = []
     if not math.isclose(ours.rms_norm_eps, spec.post_norm_eps, rel_tol=1e-6):
         problems.append(
@@ -157,8 +182,8 @@ def _diff_v2_origin(source: Source, name: str) -> Origin:
     return name, None, None
 
 
-# The norm before each projection that reads the residual stream, and the projections that write it.
-_READERS = {
+# The norm before each projection that reads the residual stream, and below the projections that write it.
+NORM_BEFORE = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "lambda_proj", "output_gate_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
 }
@@ -176,7 +201,7 @@ def _rotated_origin(source: Source, name: str) -> Origin:
     spec, stream = source.spec, rotation(source.architecture.hidden_size)
     place, _, kind = name.rpartition(".")
     parent, _, part = place.rpartition(".")
-    if part in ("norm", "subln", *_READERS.values()):
+    if part in ("norm", "subln", *NORM_BEFORE.values()):
         return name, None, torch.ones_like
     if part == "embed_tokens":
         return name, None, lambda rows: rows.double() @ stream
@@ -193,8 +218,17 @@ def _rotated_origin(source: Source, name: str) -> Origin:
         values = _rotate_values(replace(spec.layout, kv_pairs=shape[0] // spec.value_dim))
     if len(shape) < 2:
         return name, values, None
-    norm = _read_norm(source, f"{parent.rpartition('.')[0]}.{_READERS[part]}")
+    norm = _read_norm(source, f"{parent.rpartition('.')[0]}.{NORM_BEFORE[part]}")
     return name, values, lambda rows: _scale(norm)(rows) @ stream
+
+
+def _smoothed_origin(name: str, factors: Mapping[str, Tensor]) -> Origin:
+    """Find the origin if factors divide rows of a norm or of `up_proj`, and multiply the columns of what reads them."""
+    place, _, kind = name.rpartition(".")
+    parent, _, part = place.rpartition(".")
+    before = f"{parent}.up_proj" if part == "down_proj" else f"{parent.rpartition('.')[0]}.{NORM_BEFORE.get(part)}"
+    rows, columns = factors.get(place), factors.get(before) if kind == "weight" else None
+    return name, None if rows is None else 1 / rows, None if columns is None else _scale(columns)
 
 
 @lru_cache
@@ -231,7 +265,7 @@ def _scale(factor: Tensor) -> Change:
 
 
 _SOURCE_TYPES = {"diffllama": "diff_v1", "diff-v2": "llama"}
-ROTATED = "rotated"
+ROTATED, SMOOTHED = SAME_TYPE = ("rotated", "smoothed")
 _CHANGES = {
     "diffllama": "heads are reordered, the per-pair norm's weight is folded into o_proj.",
     "diff-v2": "every query head appears twice, so that a pair's two maps start equal, λ is ½ everywhere and o_proj is "

@@ -31,7 +31,7 @@ class Corpus:
 
     Attributes:
         name: name for messages and records.
-        weight: its number of sequences relative to other sources.
+        weight: share of the sequences that are from this source, relative to the weights of other sources.
         text: content of a plain text file, or None if the source has rows.
         rows: rows with `messages` or `text`.
     """

@@ -80,8 +80,8 @@ class GgufCheckpoint(Checkpoint):
             return _values(data, stored.kind)[rows]
         return _values(data[rows.numpy() if isinstance(rows, Tensor) else rows], stored.kind)
 
-    def written_dtype(self, name: str) -> torch.dtype:
-        """Return float32 for vectors; for matrices the unquantized type of all of them, if any, else bfloat16."""
+    def output_dtype(self, name: str) -> torch.dtype:
+        """Return float32 for vectors; for matrices their dtype if all have the same unquantized one, else bfloat16."""
         return torch.float32 if len(self.tensors[name].shape) == 1 else self._matrix_dtype
 
     @property
@@ -148,7 +148,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def is_own_gguf(file: Path, kind: str) -> bool:
-    """Return whether diffquant wrote a GGUF file of this general.type: "model" or "imatrix"."""
+    """Return whether a file is a GGUF file that diffquant wrote, with `kind` as general.type: "model" or "imatrix"."""
     try:
         check_plain(file)
         metadata = read_header(map_file(file).data)[0]
@@ -158,7 +158,7 @@ def is_own_gguf(file: Path, kind: str) -> bool:
 
 
 def map_file(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Map the file's bytes read-only.
+    """Map a file's bytes into memory, read-only.
 
     Raises:
         CheckpointError: the file is absent or empty.
@@ -213,7 +213,7 @@ def _llama_name(name: str) -> str:
 
 
 def gguf_name(name: str) -> str:
-    """Return a GGUF file's name for a tensor, or the checkpoint's own if a Llama has no such tensor."""
+    """Return the name that a Llama's tensor has in GGUF files; the name of any other tensor is returned unchanged."""
     match = _IN_LLAMA.fullmatch(name)
     if match and match[2] in _PARTS:
         return f"blk.{match[1]}.{_PARTS[match[2]]}.weight"

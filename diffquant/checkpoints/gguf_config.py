@@ -92,7 +92,7 @@ def make_llama_config(
     Args:
         metadata: metadata of the file.
         ids: id of each token of `gguf_tokenizer.ENDS` that is in the vocabulary.
-        factors: divisors of the rotary frequencies, which the file stores as a tensor.
+        factors: [head_dim / 2] divisors of the rotary frequencies, or None if the file has no such tensor.
         is_tied: whether embedding and head share their weight.
 
     Raises:

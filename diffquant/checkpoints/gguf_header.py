@@ -78,6 +78,10 @@ def read_header(data: memoryview, tokens: Iterable[str] = ()) -> Header:
         data: bytes of the file, mapped.
         tokens: texts of tokens to look for in the vocabulary.
 
+    Returns:
+        Metadata by key; tensors by the file's names; and the ids of the found tokens, by text. An array of texts is
+        replaced by its length, except under keys that begin with "general." or "imatrix.".
+
     Raises:
         CheckpointError: it is not a GGUF file of version 2 or 3, is truncated, has a key or a tensor twice, or has
             tensors of a type that gguf does not know, or with data beyond its end; every such tensor is named.
@@ -85,7 +89,7 @@ def read_header(data: memoryview, tokens: Iterable[str] = ()) -> Header:
     if is_pointer(data):
         raise CheckpointError(POINTER)
     if bytes(data[:4]) != _MAGIC:
-        raise CheckpointError("it does not start like a GGUF file")
+        raise CheckpointError("it is not a GGUF file, since it does not begin with 'GGUF'")
     cursor = _Cursor(data, len(_MAGIC), {text.encode(): text for text in tokens})
     try:
         version = cursor.scalar("I")

@@ -26,7 +26,7 @@ Factors = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def rope_parameters(metadata: Mapping[str, Value], factors: Factors | None) -> dict[str, Any]:
-    """Return the rotary settings of a GGUF file.
+    """Return the rotary settings of a GGUF file as transformers' `rope_parameters`.
 
     Args:
         metadata: metadata of the file.
@@ -151,7 +151,15 @@ def _fit_llama3(factors: Factors, theta: float) -> dict[str, Any]:
 
 
 def llama3_factors(wavelengths: Factors, factor: float, high: float, original: float, low: float = 1.0) -> Factors:
-    """Compute the divisors of Llama 3.1's scaling for the frequencies of these wavelengths.
+    """Compute the frequency divisors of Llama 3.1's scaling.
+
+    Args:
+        wavelengths: [head_dim / 2] wavelengths of the channel pairs, in tokens.
+        factor, high, original, low: the settings factor, high_freq_factor, original_max_position_embeddings and
+            low_freq_factor.
+
+    Returns:
+        [head_dim / 2], one divisor per channel pair.
 
     Source: `_compute_llama3_parameters` of transformers/modeling_rope_utils.py.
     """

@@ -36,7 +36,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     """Load the tokenizer of a GGUF file.
 
     Raises:
-        CheckpointError: it splits text in a way that is not known here.
+        CheckpointError: diffquant does not know how it splits text.
         Exception: transformers cannot read it.
     """
     from transformers import AutoTokenizer
@@ -103,8 +103,8 @@ def _splits() -> dict[str, tuple[str, ...]]:
     }
 
 
-def split_name(tokenizer: Mapping[str, Any]) -> str | None:
-    """Return the `tokenizer.ggml.pre` with which llama.cpp splits text like a tokenizer, or None if there is none.
+def find_pretokenizer(tokenizer: Mapping[str, Any]) -> str | None:
+    """Return the value of `tokenizer.ggml.pre` with which llama.cpp splits text as a tokenizer does, or None.
 
     Args:
         tokenizer: content of tokenizer.json.

@@ -50,7 +50,7 @@ def local_path(path: Path) -> Path:
 
 
 def check_pushable(model: str) -> None:
-    """Check, before any work, that a folder can be sent to a model on the hub.
+    """Check, before any work, that a folder can be uploaded to a model on the hub.
 
     Raises:
         UsageError: the name is not ORG/NAME, or nobody is logged in.
@@ -69,19 +69,19 @@ def check_pushable(model: str) -> None:
 
 
 def describe_push(folder: Path, model: str) -> str:
-    """Describe a push in one line: files with their sizes, and the card's licence and base."""
+    """Describe an upload to the hub in one line: files with their sizes, and the card's licence and base model."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     says = read_front_matter(folder)
     licence = f"licence {says['license']}" if says.get("license") else "no licence named"
     base = f", base model {says['base_model']}" if says.get("base_model") else ""
     sizes = ", ".join(f"{file.relative_to(folder).as_posix()} {megabytes(file.stat().st_size)}" for file in files)
-    return f"publishing to {model}, publicly if it is new: {licence}{base}; {len(files)} files: {sizes}"
+    return f"publishing to {model}, which is public if it is new: {licence}{base}; {len(files)} files: {sizes}"
 
 
 def push(folder: Path, model: str) -> str:
-    """Send a folder and its card to a model on the hub, which is created if needed; return its address.
+    """Upload a folder to a model on the hub, which is created if needed, and return the model's URL.
 
-    The weights replace all weight files that the model has, since readers might find either. Other files stay.
+    Weight files that the model already has are deleted, since readers might use either. Its other files stay.
 
     Raises:
         CheckpointError: the hub refuses, or cannot be reached; the folder stays.

@@ -43,7 +43,7 @@ class Imatrix(Readable):
 
     Attributes:
         path: the file.
-        means: mean squares [in] by the file's names of weights, or of all experts of a weight one after another.
+        means: mean squares [in] by the file's name of the weight; for experts in one tensor, [experts · in].
         datasets: names of the calibration data.
         chunks: number of sequences that were read; 0 if the file does not record it.
         digest: digest of the file's content.
@@ -61,15 +61,15 @@ class Imatrix(Readable):
         return f"{file}: importance of the inputs of {len(self.means)} weights, over {self.chunks} windows of {data}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record of the file for diffquant.json."""
+        """Return what diffquant.json records about the file."""
         return {"file": self.path.name, "digest": self.digest, "datasets": list(self.datasets), "chunks": self.chunks}
 
     def importance(self, widths: Mapping[str, int], tensors: Collection[str]) -> dict[str, Tensor]:
         """Return the importance [in] of each weight's input channels in float32, with a mean of 1.
 
         Args:
-            widths: number of input channels of each weight that is rounded, by the checkpoint's names.
-            tensors: names of all tensors of the checkpoint; entries for others are ignored, with a note.
+            widths: number of input channels of each weight that is rounded, by its name in the checkpoint.
+            tensors: names of all tensors of the checkpoint; other entries of the matrix are ignored, with a warning.
 
         Raises:
             CheckpointError: weights have no entry, or one of another width; the first are named.
@@ -224,7 +224,7 @@ def write_imatrix(
     """Write an importance matrix atomically in llama.cpp's GGUF format.
 
     Args:
-        means: mean squares [in] of each weight's inputs, by the file's names of weights.
+        means: mean squares [in] of each weight's inputs, by the weight's name in the file.
         datasets: names of the calibration data.
         chunks: number of sequences that were read.
         chunk_size: number of tokens in a sequence.

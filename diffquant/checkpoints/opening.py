@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from diffquant.checkpoints.cache_scales import scale_names
-from diffquant.checkpoints.compressed_config import read_schemes, states_cache
+from diffquant.checkpoints.compressed_config import has_kv_cache_scheme, read_schemes
 from diffquant.checkpoints.compressed_tensors import (
     INPUT_GLOBAL,
     SCALE,
@@ -53,7 +53,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is a .gguf file; a folder may have such a name, too."""
+    """Return whether a path ends in .gguf and is not a folder."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
@@ -114,7 +114,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
     surplus = find_surplus_tensors(checkpoint, adapter)
-    scales = scale_names(adapter).values() if states_cache(checkpoint.config) else ()
+    scales = scale_names(adapter).values() if has_kv_cache_scheme(checkpoint.config) else ()
     expected = stored_shapes(parameters, schemes) | dict.fromkeys(scales, (1,))
     problems = _differences(expected, checkpoint, schemes, surplus)
     if not problems:
@@ -128,7 +128,11 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
 
 
 def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[str, Shape]:
-    """Return the shapes of a model's tensors with the weights of `schemes` packed."""
+    """Return the shapes of the tensors in a checkpoint of these parameters, by name.
+
+    Args:
+        schemes: scheme of each module whose weight is packed; other parameters are stored unpacked.
+    """
     shapes: dict[str, Shape] = {}
     for name, parameter in parameters.items():
         module = name.removesuffix(".weight")
@@ -140,10 +144,10 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
 
 
 def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
-    """List the tensors that the model does not need and whose absence changes nothing.
+    """Return the names of tensors that the model does not need and that would not change its results.
 
-    Older writers stored buffers, tied heads, and a bias of zeros for each packed matrix of a model without biases.
-    Other readers need the divisor of rounded inputs, which is 1.
+    These are buffers, tied heads, and biases of zeros, which older writers stored; and the divisors of rounded inputs,
+    which are 1 and which other readers need.
     """
     needed = adapter.source_parameters
     is_tied = adapter.architecture.tie_word_embeddings
@@ -247,4 +251,4 @@ def _has_right_type(name: str, info: TensorInfo, schemes: dict[str, Scheme]) -> 
         return info.dtype.is_floating_point and info.dtype.itemsize > 1
     if suffix == SHAPE:
         return not info.dtype.is_floating_point
-    return scheme.format.reads_scale(info.dtype) if suffix == SCALE else info.dtype == types[suffix]
+    return scheme.format.accepts_scale_dtype(info.dtype) if suffix == SCALE else info.dtype == types[suffix]

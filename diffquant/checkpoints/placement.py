@@ -24,13 +24,20 @@ _READERS = "_parameter_readers"
 
 
 class Placement:
-    """The placement of a model's parameters, by default of all of them on one device."""
+    """Puts a model's parameters where they are stored; this base class puts all of them on one device."""
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     def put(self, name: str, read: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
-        """Read a parameter, move it to its place and return it; on the meta device if it is not kept in memory."""
+        """Read a parameter, store it in its place, and return it.
+
+        The result is on the meta device if the parameter is not kept in memory.
+
+        Args:
+            name: the model's name for the parameter.
+            read: function that reads the parameter.
+        """
         return read().to(self.device)
 
     def finish(self, model: CausalModel) -> None:
@@ -38,7 +45,7 @@ class Placement:
         model.to(self.device)
 
 
-class ReadByLayer(Placement):
+class LayerwisePlacement(Placement):
     """Placement that reads a layer's parameters from the checkpoint when needed and drops them afterwards.
 
     The embedding also stays in the checkpoint, and only rows of given tokens are read. The head is not read at all.
@@ -80,16 +87,19 @@ class _Rows(nn.Module):
 
 
 class Spread(Placement):
-    """A model over several places. Weights in memory or on disk move to the computing device when they are needed.
+    """Placement that spreads a model over devices, main memory and disk.
+
+    Weights in main memory or on disk are moved to the computing device when they are needed.
 
     Source: accelerate's big-model inference.
     """
 
     def __init__(self, model: CausalModel, places: Places, dtype: torch.dtype) -> None:
-        """Choose the places before reading any parameter.
+        """Choose the place of each module, before any parameter is read.
 
         Args:
             model: the model on the meta device.
+            places: device map with its memory limits and folder.
             dtype: dtype of the model, from which the sizes of its layers follow.
 
         Raises:
@@ -180,7 +190,7 @@ def _disjoint(
 
 @contextmanager
 def move_to_compute_device(module: nn.Module) -> Iterator[None]:
-    """Keep a module's parameters on the computing device inside this context, wherever they are stored.
+    """Move a module's parameters to the computing device inside this context, wherever they are stored outside it.
 
     Args:
         module: a decoder layer, with all of its submodules, or a module that has parameters itself.

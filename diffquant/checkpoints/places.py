@@ -34,7 +34,7 @@ class Places:
         offload_folder: Path | str | None,
         max_memory: Mapping[int | str, int | str] | None = None,
     ) -> Self | None:
-        """Make the places from options, or return None if one device holds the model.
+        """Make the places from the arguments of `diffquant.load`, or return None if there is no device map.
 
         Raises:
             UsageError: a device is given too, the device map is an unknown word, or a folder is given without a map.
@@ -54,7 +54,7 @@ class Places:
 
     @property
     def device(self) -> str:
-        """Name of the device that computes, to which weights in memory or on disk are moved; "auto" if the map is."""
+        """Name of the computing device, to which weights in memory or on disk are moved; "auto" if `device_map` is."""
         if isinstance(self.device_map, str):
             return "auto"
         place = next((place for place in self.device_map.values() if place not in ("cpu", "disk")), "cpu")

@@ -1,8 +1,9 @@
 """Calibrated ranges: the magnitudes that the largest code of a static scheme stands for.
 
-`diffquant calibrate` writes them as a safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv] and
-`layers.N.logits` [maps·h], heads as DiffTransformer orders them, with the checkpoint and the settings that they come
-from as metadata. A range serves codes of every width: its scale is range / (2^(bits-1) - 1).
+`diffquant calibrate` writes them as a safetensors file. Layer N has `layers.N.k` [key heads, channels of a key],
+`layers.N.v` [value heads, channels of a value] and `layers.N.logits` [query heads], with heads as DiffTransformer
+orders them. Metadata records the checkpoint and the settings of the calibration. A range can be used at every bit
+width: its scale is range / (2^(bits-1) - 1).
 """
 
 import hashlib
@@ -32,12 +33,12 @@ _VERSION = "2"
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of one model's activations.
+    """Calibrated ranges of one model's activations: the magnitudes that the largest code stands for.
 
     Attributes:
         model: fingerprint of the checkpoint that was calibrated.
         settings: text, observer and tokens of the calibration.
-        bits: width that they were clipped for, or None if they serve every width.
+        bits: bit width that they were clipped for, or None if they can be used at every width.
         tensors: float32 ranges by name.
     """
 
@@ -55,10 +56,10 @@ class Ranges:
         """Check that the ranges were calibrated on this checkpoint and cover all its layers and heads.
 
         Args:
-            origin: where the ranges come from, for the message.
+            origin: name of the file that the ranges are from, for the message.
 
         Raises:
-            CheckpointError: they belong to another model, or are not the ranges of this one's heads.
+            CheckpointError: they belong to another model, or do not have this model's layers and heads.
         """
         if self.model != source.fingerprint:
             raise CheckpointError(
@@ -71,7 +72,7 @@ class Ranges:
         """Check that there are ranges for all static schemes of a recipe.
 
         Raises:
-            UsageError: a target was not calibrated, or was calibrated for another width.
+            UsageError: a target was not calibrated, or was calibrated for another bit width.
         """
         for target in LAYER_TARGETS:
             static = [scheme for scheme in recipe.schemes_of(target) if scheme.sharing.is_static]
@@ -86,7 +87,7 @@ class Ranges:
 
 
 def check_ranges_used(file: Path | str | None, recipes: Iterable[Recipe]) -> None:
-    """Check that some recipe uses the given file of ranges.
+    """Check that at least one recipe has a static scheme, if a file of ranges is given.
 
     Raises:
         UsageError: no recipe has a static scheme.
@@ -108,10 +109,11 @@ def is_own_ranges(path: Path) -> bool:
 
 
 def check_calibrated_output(path: Path, overwrite: bool, is_own: Callable[[Path], bool] = is_own_ranges) -> None:
-    """Check that a file of calibration can be written at a path.
+    """Check that a calibration result can be written to a path.
 
     Args:
-        is_own: function that returns whether diffquant wrote the file that stands there.
+        overwrite: whether an existing file that diffquant wrote may be replaced.
+        is_own: function that returns whether diffquant wrote an existing file.
 
     Raises:
         OutputExistsError: the file exists and `overwrite` is false, or diffquant did not write it.
@@ -164,7 +166,7 @@ def read_any_ranges(path: Path) -> Ranges:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read ranges from {path}: {error}") from error
     if metadata.get("diffquant") != _VERSION:
-        raise CheckpointError(f"{path} does not contain ranges for this version; make them with diffquant calibrate")
+        raise CheckpointError(f"{path} has no ranges in this version's format; make them with diffquant calibrate")
     try:
         settings, bits = parse_json(metadata["settings"]), parse_json(metadata["bits"])
         ranges = Ranges(metadata["model"], settings, bits, tensors)

@@ -37,7 +37,7 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's entry in a header.
+    """What a checkpoint's header contains about a tensor.
 
     Attributes:
         dtype: data type of the tensor.
@@ -101,16 +101,16 @@ class Checkpoint(ABC):
 
     @property
     def front_matter(self) -> dict[str, Any]:
-        """Licence, language and origin in its model card, which derived cards repeat."""
+        """Entries of the model card's front matter that cards of derived models keep, such as the licence."""
         return read_front_matter(self.path)
 
-    def written_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a verb writes a tensor that it does not pack, by default its own."""
+    def output_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which `quantize` and `convert` write a tensor unpacked; by default that of the tensor."""
         return self.tensors[name].dtype
 
     @property
     def written_config(self) -> dict[str, Any]:
-        """The content of config.json for tensors in their written dtypes."""
+        """The content of config.json for a copy whose tensors are in their `output_dtype`."""
         return self.config
 
     @property
@@ -122,19 +122,19 @@ class Checkpoint(ABC):
 
     @property
     def note(self) -> str:
-        """A sentence on what engines should compute and diffquant does not; "" if there is nothing."""
+        """A clause on what other engines quantize in this model and diffquant does not; "" if there is nothing."""
         return ""
 
     @property
-    def rounded_before(self) -> str:
-        """The format that weights were quantized to, and what else engines quantize; "" if unknown."""
+    def earlier_rounding_clause(self) -> str:
+        """A clause on the format that the weights were quantized to earlier, with `note`; "" if they were not."""
         kind, note = self.rounded_as, self.note
         return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
 
     @property
-    def rounded_again(self) -> str:
-        """A warning that the source was already quantized; "" if it was not."""
-        before, ends = self.rounded_before, ";" if self.note else ":"
+    def requantization_warning(self) -> str:
+        """A warning that quantizing adds to the error of an earlier quantization; "" if there was none."""
+        before, ends = self.earlier_rounding_clause, ";" if self.note else ":"
         return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
 
     @property
@@ -147,7 +147,7 @@ class Checkpoint(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are read."""
+        """Bytes of all tensors in the dtypes in which they are read."""
         return sum(info.nbytes for info in self.tensors.values())
 
     @property
@@ -178,8 +178,8 @@ def merge_stored(recipe: Recipe, stored: Recipe) -> tuple[Recipe, tuple[str, ...
     """Complete a recipe with the cache and logit schemes that a checkpoint already records.
 
     Returns:
-        The recipe, with the stored scheme for each target that it does not mention, and notes for people: which stored
-        schemes are kept, and which are replaced.
+        The recipe, with the stored scheme for each target that it does not quantize; and messages for the user: which
+        stored schemes are kept, and which are replaced.
     """
     carried: list[str] = []
     notes: list[str] = []
@@ -222,10 +222,10 @@ def _text(recipe: Recipe, target: str) -> str:
 
 
 def read_stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Read the dtype of a quantized checkpoint's model, or return None if the tensors' dtype decides.
+    """Return the dtype that a quantized checkpoint records for its model, or None if the model has that of its tensors.
 
     Raises:
-        CheckpointError: models cannot run in it.
+        CheckpointError: models cannot run in the recorded dtype.
     """
     entry = config.get("diffquant_config")
     name = entry.get("dtype") if isinstance(entry, Mapping) else None

@@ -40,7 +40,7 @@ class Block:
     """Rows of one or more output tensors, and their rounding error.
 
     Attributes:
-        pieces: for each output tensor, the number of the first row in this block, and the rows.
+        pieces: for each output tensor, by name, the index of its first row in this block, and its rows in the block.
         error, total: sums of squares of the rounding error and of the source's values.
     """
 
@@ -51,13 +51,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Job:
-    """The conversion of one source tensor into its output tensors, any rows at a time.
+    """The conversion of one source tensor into output tensors, a block of rows at a time.
 
     Attributes:
         name: name of the source tensor, or of the output if there is no source tensor.
-        rows, width: number of rows to go through, and of source elements in each.
+        rows, width: number of rows to convert, and of elements in a row.
         outputs: tensors to write.
-        make: function from the first and last (exclusive) row to their block.
+        make: function from the first and last (exclusive) row of a block to the block.
         together: number of consecutive rows that must be in one block.
     """
 
@@ -85,13 +85,17 @@ class Shard:
 
 
 def row_blocks(rows: int, width: int, together: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the first and last (exclusive) row of each block of [rows, width]; `together` rows stay in one block."""
+    """Yield the first and last (exclusive) row of each block of a matrix [rows, width].
+
+    Args:
+        together: blocks begin at multiples of this number of rows.
+    """
     height = together * max(1, BLOCK_ELEMENTS // max(1, width) // together)
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bool = False) -> Job:
-    """Make the job that copies a tensor in a dtype and refuses NaN and infinity.
+def make_copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bool = False) -> Job:
+    """Return the job that copies a tensor, converted to `dtype`, and raises NonFiniteError for NaN and infinity.
 
     Args:
         may_mask: whether the tensor may be a buffer with a mask, in which -inf is valid.
@@ -113,10 +117,14 @@ def copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bo
 
 
 def check_rows(rows: Tensor, name: str, first: int) -> None:
-    """Check that some rows of a tensor are finite.
+    """Check that consecutive rows of a tensor are finite.
+
+    Args:
+        name: name of the tensor, for the message.
+        first: index of the first row, for the message.
 
     Raises:
-        NonFiniteError: some value is not; the tensor and the rows are named.
+        NonFiniteError: a value is not finite; the tensor and the rows are named.
     """
     check_finite(rows, f"{name}, rows {first} to {first + len(rows) - 1},")
 
@@ -140,7 +148,7 @@ def convert_rows(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def write_shards(
     shards: Sequence[Shard], staging: Staging, total_bytes: int, progress: Progress
 ) -> dict[str, dict[str, Any]]:
-    """Write the shards that are missing, and the index if there are several.
+    """Write the shards that an interrupted run has not finished, and the index if there are several shards.
 
     Args:
         shards: output files in order.
@@ -149,8 +157,8 @@ def write_shards(
         progress: called with output bytes.
 
     Returns:
-        A record of each file by its name: "digest", "source_digest" and "sums", the rounding error's and the
-        values' sums of squares by source tensor.
+        Records by file name. A record has the "digest" of the file, the "source_digest" of its source file, and "sums":
+        by source tensor, the sum of squares of the rounding error and that of the values.
     """
     names = shard_names(len(shards))
     records: dict[str, dict[str, Any]] = {}
@@ -182,7 +190,7 @@ def shard_names(count: int) -> list[str]:
 
 
 def checkpoint_key(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return plain data that identifies sources without reading them: config, file names, sizes and dates."""
+    """Return plain data that identifies a checkpoint without reading tensors: config, file names, sizes and dates."""
     files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.weight_files()}
     return {"path": str(checkpoint.path.resolve()), "config": checkpoint.config, "files": files}
 
@@ -214,7 +222,14 @@ def _write_shard(
 def map_in_order(
     pool: ThreadPoolExecutor, work: Callable[..., Any], tasks: Iterator[tuple[Any, ...]], ahead: int = 64
 ) -> Iterator[Any]:
-    """Yield results of `work` in the order of `tasks`, running `ahead` in advance; an error drops the rest."""
+    """Call `work` in a pool of threads for each task, and yield the results in the order of the tasks.
+
+    If a call raises an error, the remaining tasks are not run.
+
+    Args:
+        tasks: arguments of each call.
+        ahead: number of tasks that are submitted in advance.
+    """
     futures = deque(pool.submit(work, *task) for task in islice(tasks, ahead))
     try:
         while futures:
@@ -243,7 +258,7 @@ def _report_after(progress: Progress, before: float, total: float, done: float, 
 
 @contextmanager
 def open_workers() -> Iterator[ThreadPoolExecutor]:
-    """Open a pool of one thread per core, each with torch at one thread, since blocks are too small to split.
+    """Open a pool with one thread per core, in which torch uses one thread each, since blocks are too small to split.
 
     A new thread inherits the number of threads that torch is set to when the thread starts.
     """

@@ -71,10 +71,10 @@ _TEXT = re.compile(r"---[ \t]*\r?\n(?P<yaml>.*?)^---[ \t]*\r?$", re.DOTALL | re.
 
 
 def read_front_matter(folder: Path) -> dict[str, Any]:
-    """Read the front matter of a folder's card that derived models keep; empty if there is none.
+    """Return the entries of a model card's front matter that cards of derived models keep; empty if there are none.
 
-    If a card cannot be read, the licence is the hub's "unknown". For a snapshot of a model on the hub, base_model is
-    that model, whatever its own base is.
+    If the card cannot be read, the licence is the hub's "unknown". If the folder is a snapshot of a model on the hub,
+    base_model is that model.
     """
     card = folder / CARD
     try:
@@ -93,7 +93,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
 
 
 def gguf_front_matter(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the front matter that derived models keep from a GGUF file's metadata."""
+    """Return the entries that model cards of derived models keep, as in `read_front_matter`, from a GGUF's metadata."""
     keys = {
         "license": "general.license",
         "license_name": "general.license.name",
@@ -129,12 +129,12 @@ def _is_web_link(link: str) -> bool:
 
 
 def front_matter(library: str, tags: Sequence[str], carried: Mapping[str, Any], relation: str | None = None) -> str:
-    """Format a card's front matter with its lines of dashes.
+    """Return the front matter of a model card as YAML between lines of dashes.
 
     Args:
         library: the hub's name of the library that opens the folder.
-        carried: front matter of the source's card.
-        relation: base_model_relation of the folder, if it differs from that of its source.
+        carried: entries that are kept from the source's card.
+        relation: base_model_relation of the folder; by default that of the source.
     """
     import yaml
 
@@ -181,8 +181,8 @@ def side_files(folder: Path) -> list[Path]:
     )
 
 
-def read_files(folder: Path) -> list[Path]:
-    """List the side files that may change a model's or tokenizer's behaviour; logs and policies do not."""
+def list_behaviour_files(folder: Path) -> list[Path]:
+    """List the side files that may change what a model or tokenizer computes, unlike logs and licences."""
     suffixes = SIDE_SUFFIXES | TOKENIZER_SUFFIXES
     return [
         file
@@ -192,13 +192,13 @@ def read_files(folder: Path) -> list[Path]:
 
 
 def check_side_files(folder: Path) -> None:
-    """Check that no file is a pointer of Git LFS, weights excepted, and that tokenizer_config.json can be read.
+    """Check that no file other than weights is a pointer of Git LFS, and that tokenizer_config.json can be read.
 
-    If a file gives a name twice, transformers reads the second entry, and other libraries the first.
+    If a JSON file has a key twice, transformers uses the second entry, and other libraries use the first.
 
     Raises:
-        CheckpointError: some are pointers; the first are named. Or tokenizer_config.json is not a JSON object, or gives
-            a name twice.
+        CheckpointError: files are pointers; the first are named. Or tokenizer_config.json is not a JSON object, or has
+            a key twice.
     """
     files = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
     pointers = sorted(file.name for file in files if _is_side_file(file) and file.is_file() and holds_pointer(file))
@@ -223,12 +223,12 @@ def _is_large(file: Path) -> bool:
 
 
 def check_links(folder: Path) -> None:
-    """Check that no file is a pipe or device, and that side files do not link to other places.
+    """Check that no file is a pipe or device, and that side files are not links to files outside the folder.
 
     The target of such a link would be copied into the output, which people publish.
 
     Raises:
-        CheckpointError: some are; the first are named.
+        CheckpointError: there are such files; the first are named.
     """
     try:
         for inside in (folder, *filter(Path.is_dir, [folder / TEMPLATES])):
@@ -247,7 +247,7 @@ def check_links(folder: Path) -> None:
 
 
 def leads_inside(folder: Path, file: Path) -> bool:
-    """Return whether a file, links followed, is in the folder or in the "blobs" of the hub's cache that holds it.
+    """Return whether a file, after following links, is in a folder or in the "blobs" of the hub's cache around it.
 
     Hugging Face's cache has REPOSITORY/snapshots/COMMIT, of links to REPOSITORY/blobs; the folder may lie in a commit.
     """

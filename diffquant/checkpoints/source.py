@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffquant.checkpoints.opening import check_tensors, open_checkpoint, restore_embedding
 from diffquant.checkpoints.reader import Checkpoint, read_stored_dtype, read_stored_recipe
-from diffquant.checkpoints.side_files import read_files
+from diffquant.checkpoints.side_files import list_behaviour_files
 from diffquant.checkpoints.texts import SpecialTokens, read_special_tokens
 from diffquant.checkpoints.tokenizer import open_tokenizer
 from diffquant.checkpoints.weight_source import WeightSource
@@ -40,12 +40,12 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
-def checkpoint_state(checkpoint: Checkpoint) -> FilesState:
-    """Return the state of the files behind a checkpoint's fingerprint, which changes if one is replaced."""
-    return files_state(_files(checkpoint))
+def checkpoint_file_stats(checkpoint: Checkpoint) -> FilesState:
+    """Return the state of the files that a checkpoint's fingerprint covers; it changes if one of them is replaced."""
+    return stat_files(_files(checkpoint))
 
 
-def files_state(files: Iterable[Path]) -> FilesState:
+def stat_files(files: Iterable[Path]) -> FilesState:
     """Return for each file its device, inode, size and times, which change if it is written or replaced."""
     return {str(file): _file_state(file) for file in files}
 
@@ -53,7 +53,7 @@ def files_state(files: Iterable[Path]) -> FilesState:
 def _files(checkpoint: Checkpoint) -> list[Path]:
     files = checkpoint.weight_files()
     if checkpoint.path.is_dir():
-        files += [checkpoint.path / "config.json", *read_files(checkpoint.path)]
+        files += [checkpoint.path / "config.json", *list_behaviour_files(checkpoint.path)]
     return files
 
 
@@ -109,7 +109,7 @@ class Source:
     def layers(self) -> int:
         return self.architecture.num_hidden_layers
 
-    def transformer(self, verb: str) -> TransformerArchitecture:
+    def require_transformer(self, verb: str) -> TransformerArchitecture:
         """Return the architecture, for a verb that supports only a DiffTransformer.
 
         Raises:
@@ -117,11 +117,15 @@ class Source:
         """
         # A subclass has blocks that these verbs do not know.
         if type(self.architecture) is not TransformerArchitecture:
-            raise self.not_taken(verb)
+            raise self.unsupported_error(verb)
         return self.architecture
 
-    def not_taken(self, verb: str, why: str = "") -> CheckpointError:
-        """Return the error that a verb does not support the model's layers."""
+    def unsupported_error(self, verb: str, why: str = "") -> CheckpointError:
+        """Return the error for a verb that does not support the model's layers.
+
+        Args:
+            why: clause with the reason, if it is not that the verb supports only a DiffTransformer.
+        """
         kinds = ", ".join(dict.fromkeys(self.architecture.layer_kinds))
         others = "" if why else "export, verify, run, "
         return CheckpointError(
@@ -148,7 +152,7 @@ class Source:
         """The dtype that the model runs in by default.
 
         Raises:
-            CheckpointError: the checkpoint names one that is unknown.
+            CheckpointError: the checkpoint records an unknown dtype.
         """
         embedding = self.adapter.source_name("model.embed_tokens.weight")
         return read_stored_dtype(self.checkpoint.config) or self.checkpoint.tensors[embedding].dtype
@@ -161,7 +165,7 @@ class Source:
             CheckpointError: the files changed since they were opened.
         """
         fingerprint = self._identify(checkpoint_fingerprint)
-        if self._identify(checkpoint_state) != self.state:
+        if self._identify(checkpoint_file_stats) != self.state:
             raise self._change_error()
         return fingerprint
 
@@ -203,7 +207,7 @@ class Source:
         """
         # Times may change without the content: compare contents before reporting a change.
         if (
-            self._identify(checkpoint_state) != self.state
+            self._identify(checkpoint_file_stats) != self.state
             and self._identify(checkpoint_fingerprint) != self.fingerprint
         ):
             raise self._change_error()
@@ -218,7 +222,7 @@ class Source:
         return CheckpointError(f"{self.path} changed while it was in use; run the same command again")
 
     def read(self, parameter: str) -> Tensor:
-        """Read a parameter's data as the checkpoint stores it, by the model's name."""
+        """Read a parameter, given by its name in the model, as the checkpoint stores it."""
         return self.checkpoint.read(self.adapter.source_name(parameter))
 
 
@@ -244,7 +248,7 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     restore_embedding(checkpoint, adapter)
-    state = checkpoint_state(checkpoint)
+    state = checkpoint_file_stats(checkpoint)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
 
 

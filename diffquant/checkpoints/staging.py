@@ -28,10 +28,10 @@ class Staging:
         key: plain data that determines the output; finished shards are reused under the same key.
 
     Raises:
-        OutputExistsError: the partial folder holds files that no run of ours left.
+        OutputExistsError: the partial folder has files that no run of diffquant left.
 
     Attributes:
-        folder: folder in which the output grows.
+        folder: the partial folder, in which the output is built.
         resumed: number of shards that an earlier run finished and that were verified.
     """
 
@@ -51,7 +51,7 @@ class Staging:
         self._clear()
 
     def find_finished(self, shard: str) -> dict[str, Any] | None:
-        """Return the record of a shard if its file is unchanged, else None."""
+        """Return the record of a shard that an earlier run finished, or None if there is none or its file changed."""
         record: dict[str, Any] | None = self._records.get(shard)
         file = self.folder / shard
         if record is None or not file.is_file() or content_digest(file) != record["digest"]:
@@ -60,7 +60,7 @@ class Staging:
         return record
 
     def finish(self, shard: str, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Record a shard as done, with its "digest"."""
+        """Record a shard as finished, and return its record, to which the "digest" of the file is added."""
         # Syncing here overlaps with the next shard's work.
         sync(self.folder / shard)
         entry = {"digest": content_digest(self.folder / shard), **record}
@@ -106,7 +106,7 @@ def lock_output(destination: Path) -> Iterator[None]:
     """Lock an output against a second run; the lock ends with the process, however it ends.
 
     Raises:
-        DiffQuantError: another run holds it.
+        DiffQuantError: another run holds the lock.
     """
     file = hidden_sibling(destination, "lock")
     # Not the soft lock that filelock falls back to: a file that a killed run leaves would block all later ones.
@@ -137,7 +137,7 @@ def has_leftovers(destination: Path) -> bool:
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Remove the journal if it has no partial folder."""
+    """Remove the journal of a destination if there is no partial folder."""
     if not partial_folder(destination).exists():
         hidden_sibling(destination, "journal").unlink(missing_ok=True)
 

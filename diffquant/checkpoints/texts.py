@@ -45,10 +45,10 @@ def check_prompt(prompt: str) -> None:
     """Check that a prompt is text.
 
     Raises:
-        UsageError: it is empty, or holds bytes that are not UTF-8, which Python passes on as halves of characters.
+        UsageError: it is empty, or contains surrogates, which Python makes of command-line bytes that are not UTF-8.
     """
     if not prompt.strip():
-        raise UsageError("the prompt is empty")
+        raise UsageError("the prompt is empty; give some text")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -56,7 +56,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def to_divisor(temperature: float) -> float:
-    """Return the number to divide logits by before sampling: the temperature, but at least `_COLDEST`.
+    """Return the number to divide logits by before sampling: the temperature, but at least 1e-30.
 
     At lower temperatures even the closest float32 logits select the top-1 token, and quotients overflow.
     """
@@ -71,7 +71,7 @@ def check_tokens(ids: Sequence[int], vocabulary: int, tokenizer: Any) -> None:
         tokenizer: tokenizer that returned the ids.
 
     Raises:
-        UsageError: an id is not.
+        UsageError: an id is not in the vocabulary.
     """
     if ids and (token := max(ids)) >= vocabulary:
         spelling = tokenizer.convert_ids_to_tokens(token)
@@ -94,10 +94,10 @@ def tokens_left(ids: Sequence[int], vocabulary: int, context: int, tokenizer: An
         UsageError: no token fits, or the prompt has no tokens or one that is not in the vocabulary.
     """
     if not ids:
-        raise UsageError("the model's tokenizer encodes the prompt as no tokens: it has none of these characters")
+        raise UsageError("the tokenizer encodes the prompt as no tokens, since it lacks all its characters; change it")
     check_tokens(ids, vocabulary, tokenizer)
     if len(ids) >= context:
-        raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {context}")
+        raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {context}; shorten it")
     return context - len(ids)
 
 
@@ -105,7 +105,7 @@ def iterate_text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str
     """Yield the text of tokens as they arrive; the pieces together are the text of all of them.
 
     Args:
-        decode: function from tokens to their text; the first token may lose its leading space.
+        decode: function from tokens to their text; the text may lack the leading space of the first token.
     """
     # The latest tokens, beginning with one that has text and was yielded, and how many of them were yielded.
     window: list[int] = []
@@ -134,7 +134,7 @@ class SpecialTokens:
     Attributes:
         bos: token that begins a text, or None if there is none.
         ends: tokens that end a text: generation stops at the first of them.
-        pad: token that fills a batch, or None if there is none.
+        pad: token that pads the shorter texts of a batch, or None if there is none.
     """
 
     bos: int | None

@@ -48,7 +48,7 @@ _PART, _PARTS = 400, 10
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Return whether a checkpoint has a tokenizer's files; a .gguf file holds its tokenizer."""
+    """Return whether a checkpoint has files of a tokenizer; true for a .gguf file, which contains its tokenizer."""
     return path.is_file() or any((path / name).exists() for name in _FILES)
 
 
@@ -56,7 +56,7 @@ def load_tokenizer(path: Path | str) -> Any:
     """Load the checkpoint's tokenizer from its own files, without running code of the checkpoint.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it is a Python program.
+        CheckpointError: there is none, it cannot be read, or it needs Python code of the checkpoint.
     """
     path = local_path(Path(path))
     _check_files(path)
@@ -95,7 +95,7 @@ def _check_files(path: Path) -> None:
 
 
 def explain_class_difference(path: Path) -> str:
-    """Explain how the class that other engines load differs from tokenizer.json; "" if it does not.
+    """Explain how the tokenizer class that other engines load differs from tokenizer.json, or return "" if it does not.
 
     Raises:
         CheckpointError: the tokenizer cannot be read.
@@ -178,7 +178,7 @@ def _wrap_as_class(path: Path, of_class: Any) -> Any:
 
 
 def first_difference(of_class: Any, of_file: Any) -> str | None:
-    """Return the first text that two tokenizers encode or decode differently, or None."""
+    """Return a sample text that two tokenizers encode or decode differently, or None if there is no such sample."""
     if of_class is of_file:
         return None
     prose = data.books_text()[: _PARTS * _PART]

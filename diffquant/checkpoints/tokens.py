@@ -17,7 +17,7 @@ _UNSET_LENGTH = int(1e30)
 
 
 def encode_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: int | None = None) -> Tensor:
-    """Encode text into windows that do not overlap, like perplexity; an incomplete last window is dropped.
+    """Encode a text and cut it into windows that do not overlap, as for perplexity; drop an incomplete last window.
 
     Args:
         window: number of tokens of a window, at most the model's context.
@@ -42,10 +42,10 @@ def encode_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: i
 
 
 def check_window(window: int, config: Any, tokenizer: Any) -> None:
-    """Refuse windows without a prediction, or longer than a model's context.
+    """Check that a window has at least two tokens and fits into a model's context.
 
     Raises:
-        UsageError: the window is too short or too long.
+        UsageError: it is too short or too long.
     """
     context = max_length(config, tokenizer)
     if not 2 <= window <= context:
@@ -85,10 +85,11 @@ def max_length(config: Any, tokenizer: Any) -> int:
 
 
 def encode_text(tokenizer: Any, text: str, vocabulary: int, device: torch.device, tokens: int | None = None) -> Tensor:
-    """Encode a text as ids: the prefix token, then the text's tokens; only the first `tokens` of these ids if given.
+    """Encode a text as ids [N]: the prefix token, see `prefix_token`, then the text's tokens.
 
     Args:
         vocabulary: size of the model's vocabulary in tokens.
+        tokens: number of ids to return at most; all by default.
 
     Raises:
         UsageError: the text has fewer than two tokens, or one that is not in the vocabulary.
@@ -102,7 +103,7 @@ def encode_text(tokenizer: Any, text: str, vocabulary: int, device: torch.device
 
 
 def encode_start(tokenizer: Any, text: str, tokens: int) -> list[int]:
-    """Encode at least `tokens` tokens of a text, or all of it, without encoding a long text whole."""
+    """Return at least the first `tokens` ids of a text, or all if it has fewer, without encoding a long text whole."""
     wanted = tokens + _TOKENS_OF_AN_END
     length = 8 * wanted
     ids = _encode(tokenizer, text[:length])

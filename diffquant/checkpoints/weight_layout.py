@@ -18,7 +18,7 @@ Tensors = Mapping[str, TensorInfo]
 
 
 def find_transposed(tensors: Tensors) -> list[str]:
-    """List the weights, of two or three axes, that are stored as [..., in, out]."""
+    """List the weights that are stored as [in, out] or [experts, in, out]."""
     weights = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and not name.endswith("bias")]
     modules = _experts_by_module(tensors)
     found = [name for name in weights if _is_transposed(name, tensors, modules)]
@@ -30,7 +30,7 @@ def find_transposed(tensors: Tensors) -> list[str]:
 
 
 def find_undecided_experts(tensors: Tensors) -> list[str]:
-    """List experts in one tensor whose matrices are square and whose neighbours do not show their layout."""
+    """List the tensors [experts, n, n] for which no related tensor shows whether they are [..., out, in] or not."""
     modules = _experts_by_module(tensors)
     squares = [name for names in modules.values() for name in names if len(set(tensors[name].shape[1:])) == 1]
     return [name for name in squares if _is_transposed_expert(name, tensors, modules) is None]

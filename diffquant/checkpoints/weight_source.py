@@ -21,8 +21,10 @@ from diffquant.support.names import NAMED, did_you_mean, first_few
 
 
 @dataclass(frozen=True)
-class WeightRules:
-    """Patterns (shell wildcards in any case) over tensors' whole names.
+class PackingRules:
+    """Rules that decide by names which tensors of a checkpoint may be packed.
+
+    A pattern consists of shell wildcards, must match a tensor's whole name, and ignores case.
 
     Attributes:
         linears: patterns of matrices [out, in] that may be packed.
@@ -35,8 +37,12 @@ class WeightRules:
     keep: tuple[str, ...]
 
     @classmethod
-    def read(cls, file: Path | None = None, keep: tuple[str, ...] = ()) -> "WeightRules":
-        """Read the default rules; a YAML file replaces sections of them, and `keep` adds patterns.
+    def read(cls, file: Path | None = None, keep: tuple[str, ...] = ()) -> "PackingRules":
+        """Read the bundled rules, changed by a file and by further patterns.
+
+        Args:
+            file: YAML file whose sections, named like the attributes, replace those of the bundled rules.
+            keep: patterns to add to `keep`.
 
         Raises:
             UsageError: the file cannot be read, has an unknown section, or a section is not a list of patterns.
@@ -51,22 +57,22 @@ class WeightRules:
         return replace(rules, keep=rules.keep + keep)
 
     def matches_weight(self, name: str, axes: int) -> bool:
-        """Return whether a tensor's name and number of axes are a packable weight's; `keep` may still exclude it."""
+        """Return whether a tensor with this name and number of axes may be packed, unless `keep` excludes it."""
         return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
     def may_be_mask(self, name: str, axes: int) -> bool:
-        """Return whether a tensor may be a mask, which may contain -inf: its name is no weight, bias or λ."""
+        """Return whether a tensor may be a mask, which may contain -inf, since its name is of no weight, bias or λ."""
         return not self.matches_weight(name, axes) and not matches(name, ("*.weight", "*.bias", "*lambda*"))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def modules_to_ignore(rules: WeightRules) -> tuple[str, ...]:
-    """Return regular expressions of modules that readers must not quantize, under any checkpoint's names.
+def modules_to_ignore(rules: PackingRules) -> tuple[str, ...]:
+    """Return regular expressions of modules that loaders of the packed checkpoint must leave unquantized.
 
-    A tied head has no tensor, but readers see its module. Modules that the caller keeps may have longer names in the
-    model than in the checkpoint, as in transformers' models for images and text.
+    They include heads, since a tied head has a module but no tensor, and the user's patterns to keep. Modules may have
+    a longer name in the model than in the checkpoint, as in transformers' models for images and text.
     """
     # Imported here, since checkpoints of known architectures do not need yaml.
     from diffquant.support.yaml_text import parse_yaml
@@ -99,7 +105,7 @@ def _sections(text: str, what: str) -> dict[str, tuple[str, ...]]:
         entries = parse_yaml(text)
     except ValueError as error:
         raise UsageError(f"cannot read {what}: {error}") from error
-    known = [field.name for field in fields(WeightRules)]
+    known = [field.name for field in fields(PackingRules)]
     if not isinstance(entries, dict):
         raise UsageError(f"{what} must be a mapping of {', '.join(known)}")
     unknown = [str(key) for key in entries if key not in known]
@@ -127,12 +133,12 @@ class WeightSource:
 
     Attributes:
         checkpoint: reader of its config and tensors.
-        rules: rules that choose its weights.
+        rules: rules that select the weights that may be packed.
         packed: scheme of each module whose weight is stored packed; empty for a 16-bit checkpoint.
     """
 
     checkpoint: Checkpoint
-    rules: WeightRules
+    rules: PackingRules
     packed: Mapping[str, Scheme]
 
     @property
@@ -146,7 +152,7 @@ class WeightSource:
 
     @cached_property
     def weights(self) -> dict[str, str]:
-        """Tensor name, by module, of every weight that could be packed, including those that a rule keeps unpacked."""
+        """Tensor name, by module, of every weight that can be packed, including those that `rules.keep` excludes."""
         names = [
             name
             for name, info in self.checkpoint.tensors.items()
@@ -156,36 +162,36 @@ class WeightSource:
 
     @cached_property
     def linears(self) -> list[str]:
-        """Modules whose weights the rules choose."""
+        """Modules whose weights the rules select for packing."""
         return [module for module, name in self.weights.items() if not matches(name, self.rules.keep)]
 
     def matrices(self) -> list[str]:
-        """Return every module that may be a Linear, narrow ones included."""
+        """Return the names of all modules that may be Linears, including those too narrow to be packed."""
         tensors = self.checkpoint.tensors.items()
         return [name.removesuffix(".weight") for name, info in tensors if _is_matrix(name, info)]
 
 
-def open_weights(path: Path | str | WeightSource, rules: WeightRules | None = None) -> WeightSource:
+def open_weights(path: Path | str | WeightSource, rules: PackingRules | None = None) -> WeightSource:
     """Open a checkpoint of any architecture to work on its weights.
 
     Args:
         path: a folder of safetensors; an open source is returned unchanged.
-        rules: rules that choose the weights; by default the bundled ones.
+        rules: rules that select the weights to pack; by default the bundled ones.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
-        UsageError: one of the caller's patterns to keep matches no tensor.
+        UsageError: a pattern in `rules.keep` that is not a bundled one matches no tensor.
     """
     if isinstance(path, WeightSource):
         return path
     checkpoint = open_checkpoint(Path(path))
-    rules = rules or WeightRules.read()
+    rules = rules or PackingRules.read()
     _check_keep(rules, checkpoint)
     return WeightSource(checkpoint, rules, read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors)))
 
 
-def _check_keep(rules: WeightRules, checkpoint: Checkpoint) -> None:
-    shipped = WeightRules.read().keep
+def _check_keep(rules: PackingRules, checkpoint: Checkpoint) -> None:
+    shipped = PackingRules.read().keep
     unmatched = [
         pattern
         for pattern in rules.keep

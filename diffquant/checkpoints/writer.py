@@ -28,7 +28,7 @@ class OutputTensor:
 
 
 class ShardFile:
-    """One safetensors file under construction; threads may write to it at once.
+    """A safetensors file that is being written; several threads may write to it at once.
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
@@ -45,10 +45,15 @@ class ShardFile:
             raise
 
     def write(self, name: str, data: Tensor, first_row: int = 0) -> None:
-        """Write consecutive rows of a tensor; rows of [experts, out, ...] may be those of all experts.
+        """Write consecutive rows of a tensor.
+
+        Args:
+            name: name of the tensor.
+            data: the rows; of a tensor [experts, out, ...] also rows of the tensor flattened to [experts * out, ...].
+            first_row: index of the first row.
 
         Raises:
-            TypeError: the rows are not of the dtype that was announced, and would overwrite the data after them.
+            TypeError: the rows do not have the dtype in the header, and would overwrite the data after them.
         """
         announced = self._tensors[name].dtype
         if data.dtype != announced:
@@ -61,7 +66,7 @@ class ShardFile:
 
 
 def make_shard_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
-    """Make the header of a safetensors file, and return where each tensor's data starts behind it."""
+    """Return the header of a safetensors file, and the offset of each tensor's data after the header, in bytes."""
     offsets: dict[str, int] = {}
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

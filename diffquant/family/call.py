@@ -21,7 +21,7 @@ _NAMES = {1: ("q", "k", "v"), 2: ("q1", "q2", "k1", "k2", "v")}
 
 
 class Meter(Protocol):
-    """Interface of a counter of quantized logits; `diffquant.attention.LogitMeter` implements it."""
+    """Interface of a counter of quantized logits; `diffquant.attention.LogitMeter` documents and implements it."""
 
     calls: int
     p_calls: int
@@ -34,6 +34,9 @@ class Meter(Protocol):
 @dataclass(frozen=True)
 class AttentionCall:
     """Arguments of norm((g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V); with one map, without the λ term.
+
+    The first map is the signal map, the second the noise map. A pair is a query head of the signal map and the noise
+    head subtracted from it.
 
     Attributes:
         q: queries of one or two maps, each [B, h, T, d] with any strides. With n noise heads, each of which serves
@@ -84,13 +87,14 @@ class AttentionCall:
         return self.logits.quantizes or self.p.quantizes or self.qk.quantizes
 
     def count(self) -> None:
-        """Add this call to its meter's counts of calls, if it has a meter."""
+        """Count this call in its meter, if any, as one with quantized logits, quantized softmax weights, or both."""
         if self.meter is not None:
             self.meter.calls += int(self.logits.quantizes)
             self.meter.p_calls += int(self.p.quantizes)
 
     @property
     def maps(self) -> int:
+        """Number of maps, 1 or 2."""
         return len(self.q)
 
     @property
@@ -104,7 +108,7 @@ class AttentionCall:
         return self.pairs // self.q[-1].shape[1]
 
     def expand_noise(self) -> "AttentionCall":
-        """Repeat shared noise heads, so that each pair has one; return this call if no pairs share one."""
+        """Return a call whose shared noise heads are repeated, one for each pair; this call if none are shared."""
         if self.signals_per_noise == 1:
             return self
         ranges = self.ranges
@@ -144,16 +148,18 @@ def check_tensors(
     post: PairNorm | None,
     signal_gate: Tensor | None = None,
 ) -> None:
-    """Check that tensors described as in `AttentionCall` fit together.
+    """Check that the tensors of an attention call fit together.
+
+    The arguments are the attributes of `AttentionCall` with these names.
 
     Raises:
-        UsageError: they disagree in number, shape, dtype or device; the message lists every disagreement.
+        UsageError: tensors disagree in number, shape, dtype or device; the message lists every disagreement.
     """
     maps = len(q)
     if maps not in (1, 2) or len(k) != maps or (lam is None) != (maps == 1) or (maps == 1 and signal_gate is not None):
         raise UsageError(
             "attention takes one map without λ or two maps with it, and a signal gate only with two maps; got "
-            f"{maps} Q, {len(k)} K, λ {lam is not None}, gate {signal_gate is not None}"
+            f"{maps} Q, {len(k)} K, λ: {lam is not None}, gate: {signal_gate is not None}"
         )
     # This runs in each layer for each decoded token, so messages are built only if a check fails.
     names, attended = _NAMES[maps], (*q, *k, v)
@@ -178,7 +184,7 @@ def check_tensors(
     # A cache may hold more key slots than the mask covers: slots for future tokens.
     if valid is not None and (valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] != batch):
         wrong.append(f"mask {valid.dtype} {list(valid.shape)}, not torch.bool {[batch, keys]}")
-    seen = mask.seen
+    seen = mask.explicit
     if seen is not None and (
         seen.dtype != torch.bool or seen.shape[1:] != (1, queries, keys) or seen.shape[0] not in (1, batch)
     ):
@@ -194,7 +200,7 @@ def check_tensors(
         raise UsageError(f"attention: {kv_pairs} KV pairs do not divide {pairs} query pairs")
     if noises == 0 or pairs % noises or noises % kv_pairs:
         raise UsageError(
-            f"attention: {pairs} pairs must be a multiple of {noises} noise heads, and those of {kv_pairs} KV pairs"
+            f"attention: {noises} noise heads must divide {pairs} query pairs and be a multiple of {kv_pairs} KV pairs"
         )
     _require_one_place(names, attended, (lam, signal_gate, valid if seen is None else seen, norm_weight))
 
@@ -210,7 +216,7 @@ def _require_one_place(names: Sequence[str], attended: Sequence[Tensor], beside:
     first = attended[0]
     if any(x.dtype != first.dtype for x in attended):
         dtypes = (f"{name} is {dtype_name(x.dtype)}" for name, x in zip(names, attended, strict=True))
-        raise UsageError(f"attention: {', '.join(dtypes)}; use one")
+        raise UsageError(f"attention: {', '.join(dtypes)}; use one dtype")
     if any(x is not None and x.device != first.device for x in (*attended, *beside)):
         placed = zip((*names, "lam", "signal_gate", "mask", "norm weight"), (*attended, *beside), strict=True)
         devices = (f"{name} is on {x.device}" for name, x in placed if x is not None)

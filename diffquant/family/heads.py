@@ -1,4 +1,4 @@
-"""Maps the output rows of attention projections to heads and maps.
+"""Describes which output rows of attention projections belong to which head and attention map.
 
 In memory, heads are in canonical order: all signal heads, then all noise heads. A pair is a signal head and the noise
 head subtracted from it.
@@ -17,7 +17,7 @@ PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj")
 
 
 def repeat_noise_heads(noise: Tensor, pairs: int) -> Tensor:
-    """Repeat shared noise heads [B, n, ...] so that each pair has one, [B, h, ...]."""
+    """Repeat shared noise heads [B, n, ...] so that each of h = `pairs` pairs has one, [B, h, ...]."""
     sharing = pairs // noise.shape[1]
     return noise if sharing == 1 else noise.repeat_interleave(sharing, 1)
 
@@ -25,6 +25,9 @@ def repeat_noise_heads(noise: Tensor, pairs: int) -> Tensor:
 @dataclass(frozen=True)
 class HeadLayout:
     """The division of the Q, K and V projections' outputs into heads.
+
+    A pair is a signal head and the noise head subtracted from it. Canonical order is all signal heads, then all noise
+    heads.
 
     Attributes:
         pairs: h, number of signal heads; with one map, of query heads.
@@ -37,8 +40,8 @@ class HeadLayout:
         head_order: order of the heads in the checkpoint. "adjacent": each group of signal heads is followed by the
             noise head that it shares, and the rows of one value head are contiguous. "halves": all signal heads, then
             all noise heads; the first halves of all value heads, then their second halves.
-        channel_order: order of the rows within a head, by the channels that rotary embedding pairs: "half"
-            (i, i + d/2) or "interleaved" (2i, 2i + 1).
+        channel_order: order of the rows within a head, named after the two channels that rotary embedding rotates
+            together: "half" (i and i + d/2) or "interleaved" (2i and 2i + 1).
     """
 
     pairs: int
@@ -53,15 +56,17 @@ class HeadLayout:
 
     @property
     def noises(self) -> int:
-        """Number of noise query heads."""
+        """n, number of noise query heads; 0 with one map."""
         return self.pairs // self.signals_per_noise if self.maps == 2 else 0
 
     @property
     def query_heads(self) -> int:
+        """Number of query heads of all maps."""
         return self.pairs + self.noises
 
     @property
     def key_heads(self) -> int:
+        """Number of key heads of all maps; keys that both maps share count once."""
         return self.kv_pairs if self.shares_keys else self.maps * self.kv_pairs
 
     def height(self, projection: Projection) -> int:
@@ -81,11 +86,25 @@ class HeadLayout:
         return self._heads(projected, self.pairs, self.noises)
 
     def keys(self, projected: Tensor) -> Tensor:
-        """View the K projection's output as heads [..., key_heads, T, d], like `queries`."""
+        """View the K projection's output as heads.
+
+        Args:
+            projected: [..., T, height("k_proj")].
+
+        Returns:
+            [..., key_heads, T, d] in canonical order, channels unchanged.
+        """
         return self._heads(projected, self.kv_pairs, self.key_heads - self.kv_pairs)
 
     def values(self, projected: Tensor) -> Tensor:
-        """View the V projection's output as value heads [..., h_kv, T, dv], like `queries`."""
+        """View the V projection's output as heads.
+
+        Args:
+            projected: [..., T, height("v_proj")].
+
+        Returns:
+            [..., h_kv, T, dv].
+        """
         if self.head_order == "halves":
             halves: Tensor = projected.unflatten(-1, (2, self.kv_pairs, self.value_dim // 2))
             return halves.movedim(-2, -4).flatten(-2)

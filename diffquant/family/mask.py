@@ -20,13 +20,13 @@ class Mask:
         keys: validity of positions, bool [B, S], False at padding, or None if there is no padding.
         window: number of newest keys that a query sees, including its own and not counting padding, or None if there
             is no window.
-        seen: explicit mask, bool [B or 1, 1, T, S], True where a query sees a key. It replaces causal order, padding
-            and window.
+        explicit: mask per query, bool [B or 1, 1, T, S], True where a query sees a key. It replaces causal order,
+            padding and window.
     """
 
     keys: Tensor | None = None
     window: int | None = None
-    seen: Tensor | None = None
+    explicit: Tensor | None = None
 
     @property
     def ranges(self) -> tuple[Tensor, Tensor] | None:
@@ -50,15 +50,15 @@ class Mask:
     @property
     def is_plain(self) -> bool:
         """Whether there is no padding and no mask per query; causal order and a window may still apply."""
-        return self.keys is None and self.seen is None
+        return self.keys is None and self.explicit is None
 
     def hides_by_window(self, keys: int) -> bool:
         """Return whether the window is shorter than S = `keys`, so that some queries may not see all earlier keys."""
         return self.window is not None and self.window < keys
 
-    def reach(self, queries: slice, length: int, keys: int) -> int:
-        """Return the number of leading keys, out of S, that a range of the T queries may see; at least one."""
-        return keys if self.seen is not None else max(queries.stop + keys - length, 1)
+    def visible_end(self, queries: slice, length: int, keys: int) -> int:
+        """Return how many leading keys, of S = `keys`, a range of T = `length` queries may see; at least 1."""
+        return keys if self.explicit is not None else max(queries.stop + keys - length, 1)
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
         """Return the dense mask of a range of queries.
@@ -72,8 +72,8 @@ class Mask:
         Returns:
             bool [B or 1, 1, queries in the range, S], True where a query sees a key, or None if all is visible.
         """
-        if self.seen is not None:
-            return self.seen[:, :, queries]
+        if self.explicit is not None:
+            return self.explicit[:, :, queries]
         seen = None
         if length > 1:
             position = (torch.arange(queries.start, queries.stop, device=device) + (keys - length))[:, None]
@@ -88,13 +88,17 @@ class Mask:
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:
-        """Return the dense mask of all T queries, as `visible` does for some."""
+        """Return the dense mask of all T = `length` queries over S = `keys` keys.
+
+        Returns:
+            bool [B or 1, 1, T, S], True where a query sees a key, or None if all is visible.
+        """
         return self.visible(slice(0, length), length, keys, device)
 
     def valid_queries(self, length: int) -> Tensor | None:
         """Return which of the last `length` positions are not padding, bool [B or 1, length], or None if all are."""
-        if self.seen is not None:
-            return self.seen.any(-1)[:, 0]
+        if self.explicit is not None:
+            return self.explicit.any(-1)[:, 0]
         if self.keys is None:
             return None
         # With more queries than keys, the first queries have no position and count as padding.
@@ -102,11 +106,11 @@ class Mask:
 
     @property
     def valid_keys(self) -> Tensor | None:
-        """Valid keys, bool [B or 1, S], or None if all are; with `seen`, the keys that some query sees."""
-        return self.keys if self.seen is None else self.seen.any(-2)[:, 0]
+        """Valid keys, bool [B or 1, S], or None if all are; with `explicit`, the keys that some query sees."""
+        return self.keys if self.explicit is None else self.explicit.any(-2)[:, 0]
 
     def needed_keys(self, keys: int) -> int:
-        """Return the number of newest positions that later queries may still see; without a window, all of them."""
+        """Return how many of the newest S = `keys` positions later queries may see: without a window, all of them."""
         if self.window is None:
             return keys
         if self.keys is None:

@@ -22,7 +22,7 @@ class PairNorm:
 
 
 def pair_norm(y: Tensor, post: PairNorm | None) -> Tensor:
-    """Normalize each pair's output [B, h, T, dv] in float32 and apply the factor; return `y` unchanged if no `post`.
+    """Normalize each pair's output [B, h, T, dv] in float32 and apply the factor; return `y` if `post` is None.
 
     Source: arXiv 2410.05258, equation 2; transformers' DiffLlama and microsoft/unilm's subln.
     """

@@ -1,4 +1,4 @@
-"""Specifies a model's attention: which member of the differential family it is."""
+"""Specifies a model's attention: plain, or a generation of differential attention, with its sizes."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from diffquant.family.heads import HeadLayout, HeadOrder
 
 @dataclass(frozen=True)
 class DiffSpec:
-    """The shape and rules of one kind of (differential) attention.
+    """Sizes and rules that define one kind of attention, differential or plain.
 
     Attributes:
         pairs: h, number of query pairs; for a plain Transformer, of its heads.
@@ -28,7 +28,8 @@ class DiffSpec:
         post_norm: RMSNorm over a pair's output: "none", "plain" (no weight) or "affine".
         post_norm_eps: epsilon of that norm.
         scale_by_init: whether the output is multiplied by (1 - λ_init).
-        rope: channels that rotary embedding pairs: "half", "interleaved", or "none" if there is no rotary embedding.
+        rope: channels that rotary embedding rotates together: "half" (i and i + d/2), "interleaved" (2i and 2i + 1), or
+            "none" without rotary embedding.
         signals_per_noise: number of signal maps that one noise map is subtracted from.
         output_gate: whether each output channel is multiplied by a gate computed from the layer's input.
 
@@ -92,10 +93,12 @@ class DiffSpec:
 
     @property
     def query_heads(self) -> int:
+        """Number of query heads of all maps."""
         return self.layout.query_heads
 
     @property
     def key_heads(self) -> int:
+        """Number of key heads of all maps; keys that both maps share count once."""
         return self.layout.key_heads
 
     @property
@@ -105,7 +108,7 @@ class DiffSpec:
 
     @property
     def generation(self) -> str:
-        """Public name of this kind of attention."""
+        """Public name of this kind of attention, such as "DIFF V1"."""
         if self.maps == 1:
             return "Transformer"
         grouped = "grouped " if self.signals_per_noise > 1 else ""
@@ -118,7 +121,10 @@ class DiffSpec:
         return self.pairs * {"sigmoid": 1, "two-gates": 2}.get(self.lam, 0)
 
     def lam_init(self, layer: int) -> float:
-        """Return λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""
+        """Return λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·(layer + lam_init_offset)).
+
+        Source: arXiv 2410.05258, equation 3.
+        """
         return 0.8 - 0.6 * math.exp(-0.3 * (layer + self.lam_init_offset))
 
     def post_factor(self, layer: int) -> float:

@@ -26,24 +26,27 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def call_refusal(call: AttentionCall) -> str | None:
-    """Return why no attention kernel supports a call on any device, or None."""
+    """Return why prefill kernels do not support a call, or None; widths, dtypes and device are not checked."""
     if call.needs_gradient:
         return "the kernel has no backward pass; call it under torch.no_grad()"
     if call.signal_gate is not None:
         return "the signal map has a gate, which the kernel does not support"
     if call.signals_per_noise > 1:
-        return f"{call.signals_per_noise} pairs share a noise head; the kernel needs one per pair: use `expand_noise`"
-    if call.mask.seen is not None:
+        return f"{call.signals_per_noise} pairs share a noise head; give each pair its own: call expand_noise() first"
+    if call.mask.explicit is not None:
         return "the kernel supports only causal masks, but the call has a mask per query"
     if call.mask.hides_by_window(call.keys):
-        return f"the kernel has no window, and queries see {call.mask.window} of {call.keys} keys"
+        return f"the kernel supports no window, but queries see only the newest {call.mask.window} of {call.keys} keys"
     if call.mask.keys is not None and call.mask.ranges is None:
         return "the padding mask has holes; the kernels support one range of keys per sequence"
     return None
 
 
 def widths_refusal(q: Tensor, v: Tensor) -> str | None:
-    """Return why widths or dtypes are unsupported by kernels for d = 64 or 128 and dv = d or 2d, or None."""
+    """Return why prefill kernels do not support the dtype or widths of q [B, h, T, d] and v [B, h_kv, S, dv].
+
+    None means that they do: d is 64 or 128, and dv is d or 2d.
+    """
     if q.dtype not in HALF_TYPES:
         return f"q, k and v are {dtype_name(q.dtype)}; the kernel supports {' and '.join(map(dtype_name, HALF_TYPES))}"
     width, value_width = q.shape[-1], v.shape[-1]
@@ -59,18 +62,24 @@ MAX_QUERIES = 16
 
 
 def decode_problems(q: Sequence[Tensor], value_heads: int, mask: Mask) -> list[str]:
-    """Return a list of what no decode kernel supports in queries [B, h, T, d] per map, and in a mask."""
+    """List the reasons why decode kernels do not support some queries and their mask.
+
+    Args:
+        q: queries, [B, h, T, d] per map.
+        value_heads: number of heads of V.
+        mask: mask of the call.
+    """
     wrong = []
     if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
         wrong.append(f"queries are {q[0].dtype}; the kernels support float16 and bfloat16 on CUDA")
     if len(q) == 2 and q[1].shape[1] % value_heads:
-        wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {value_heads} value heads; repeat them")
-    if mask.seen is not None:
+        wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {value_heads} value heads; repeat noise heads")
+    if mask.explicit is not None:
         wrong.append("the kernels support only causal masks, but the call has a mask per query")
     if mask.keys is not None and mask.ranges is None:
         wrong.append("the padding mask has holes; the kernels support one range of keys per sequence")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
-        wrong.append(f"{q[0].shape[2]} new tokens are not 1 to {MAX_QUERIES}; use prefill for more")
+        wrong.append(f"the kernels take 1 to {MAX_QUERIES} new tokens, not {q[0].shape[2]}; use prefill for more")
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
         wrong.append("the kernel has no backward pass; call it under torch.no_grad()")
     return wrong
@@ -117,7 +126,7 @@ class Operands(NamedTuple):
     factor: float
 
     @property
-    def is_blind(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the output is empty or there are no keys."""
         return self.out.numel() == 0 or self.v.shape[2] == 0
 
@@ -129,7 +138,7 @@ def register_operator(
     returns: str = "Tensor",
     fake: Callable[..., Any] = lambda out, *_: out,
 ) -> Callable[..., Any]:
-    """Register a launch function as the torch operator `diffquant::name`; return a function of a call and options.
+    """Register a launch function as the torch operator `diffquant::name`.
 
     Args:
         name: name of the operator.
@@ -138,6 +147,9 @@ def register_operator(
         returns: declaration of the results in torch's schema language.
         fake: function of an uninitialized output, q and the options that returns results of the right shapes and
             dtypes, for torch.compile.
+
+    Returns:
+        A function of an `AttentionCall` and the options that calls the operator.
     """
 
     def run(q: list[Tensor], k: list[Tensor], v: Tensor, lam: Tensor | None, *rest: Any) -> Any:

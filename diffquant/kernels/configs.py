@@ -20,7 +20,7 @@ Config = dict[str, int]
 
 
 def attention_tile(queries: int, keys: int, warps: int, stages: int) -> Config:
-    """Return the tile of an attention kernel: its query rows, keys per step, warps, and steps that are loaded ahead."""
+    """Return an attention kernel's configuration: rows of a tile, keys per step, warps, and steps loaded ahead."""
     return {"queries": queries, "keys": keys, "warps": warps, "stages": stages}
 
 
@@ -38,8 +38,8 @@ PREFILL = {
 }
 
 
-def choose(table: Mapping[str, Config], key: str) -> Config:
-    """Return the configuration under `key`, with tuned values of fields if there are any.
+def choose_config(table: Mapping[str, Config], key: str) -> Config:
+    """Return a kernel's launch configuration: the entry `key` of its built-in table, with the user's tuned values.
 
     Raises:
         UsageError: the file of tuned values is invalid, or names an unknown field of this configuration.
@@ -53,8 +53,8 @@ def choose(table: Mapping[str, Config], key: str) -> Config:
 
 
 @contextmanager
-def trying(entries: dict[str, Config]) -> Iterator[None]:
-    """Override configurations by these entries, as in the file, within a context. For tuning and tests."""
+def override_configs(entries: dict[str, Config]) -> Iterator[None]:
+    """Within a context, override launch configurations by entries as in a tuned file. For tuning and tests."""
     tuned = _read_tuned()
     before = dict(tuned)
     tuned.update(entries)

@@ -70,8 +70,8 @@ def warpgroup_refusal(device: torch.device) -> str | None:
     if device_class(device) != "sm_90" or installed is None or installed >= _RIGHT_ON_HOPPER:
         return None
     return (
-        f"Triton {_version_text(installed)} compiles a warpgroup's products of weights unpacked in registers wrongly "
-        f"(triton-lang/triton#9433); Triton {_version_text(_RIGHT_ON_HOPPER)} does not"
+        f"Triton {_version_text(installed)} miscompiles a warpgroup's products of weights unpacked in registers "
+        f"(triton-lang/triton#9433); install Triton {_version_text(_RIGHT_ON_HOPPER)} or newer"
     )
 
 
@@ -121,7 +121,7 @@ def shared_memory(device: torch.device) -> int:
     return gpu_of(device).shared_memory
 
 
-def processors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device, or 8 for the interpreter."""
     return gpu_of(device).processors
 
@@ -132,8 +132,8 @@ def bandwidth(device: torch.device) -> float:
     return gpu.bytes_a_second or gpu.processors * _BYTES_A_SECOND_EACH
 
 
-def registers_of(blocks: int, warps: int) -> int:
-    """Return the registers per thread with which a multiprocessor, which has 65,536, can hold this many blocks."""
+def registers_per_thread(blocks: int, warps: int) -> int:
+    """Return the most registers per thread with which `blocks` thread blocks of `warps` warps fit a multiprocessor."""
     return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
 
 
@@ -190,7 +190,7 @@ class KernelSurvey:
 
 
 def survey(device: torch.device) -> KernelSurvey:
-    """Determine which kernels a CUDA device can run."""
+    """Find out which kernels a CUDA device can run, and why others cannot."""
     version = triton_version()
     everything = device_refusal(device)
     refusals = {

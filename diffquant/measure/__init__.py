@@ -21,12 +21,12 @@ def takes_padding(recipe: Recipe) -> bool:
     """Return whether left padding leaves hidden states unchanged: no scale may span several tokens or rows."""
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
     # Groups of logits, softmax weights and values are neighbouring tokens, counted from the first one.
-    counts = any(s.sharing.counts_tokens or any(each.reads == "tile" for each in s.transforms) for s in rounded)
-    counts |= counts_keys(recipe) or any(s.granularity in ("group", "block") for s in recipe.schemes_of("pv"))
+    counts = any(s.sharing.has_token_groups or any(each.reads == "tile" for each in s.transforms) for s in rounded)
+    counts |= has_key_groups(recipe) or any(s.granularity in ("group", "block") for s in recipe.schemes_of("pv"))
     return _by_token(recipe) and not counts
 
 
-def counts_keys(recipe: Recipe) -> bool:
+def has_key_groups(recipe: Recipe) -> bool:
     """Return whether neighbouring keys share a scale of logits or softmax weights, in groups from the first key on."""
     return any(s.granularity in ("group", "block") for target in ("logits", "p") for s in recipe.schemes_of(target))
 

@@ -44,7 +44,7 @@ class Scores:
         return set(self.values) <= {0, 1}
 
     @property
-    def faulty(self) -> list[int]:
+    def nonfinite_items(self) -> list[int]:
         """Indices of the items without a finite number."""
         return [place for place, value in enumerate(self.values) if not math.isfinite(value)]
 
@@ -145,7 +145,9 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
             "paired; measure both again"
         )
     shared = [name for name in before.scores if name in after.scores]
-    sound = [name for name in shared if not before.scores[name].faulty and not after.scores[name].faulty]
+    sound = [
+        name for name in shared if not before.scores[name].nonfinite_items and not after.scores[name].nonfinite_items
+    ]
     if not shared:
         found = "; ".join(", ".join(outcome.scores) or "none" for outcome in (before, after))
         raise UsageError(f"{before.task}: A and B have no scores of items in common ({found})")
@@ -161,7 +163,7 @@ def left_out(before: Outcome, after: Outcome) -> list[str]:
         for letter, outcome in (("A", before), ("B", after)):
             if name not in outcome.scores:
                 reasons.append(f"{letter} has no {before.task} {name}")
-            elif faulty := outcome.scores[name].faulty:
+            elif faulty := outcome.scores[name].nonfinite_items:
                 items = first_few((outcome.ids[place] for place in faulty), ", ")
                 reasons.append(f"{letter}'s {before.task} {name} is not finite for item {items}")
     return reasons

@@ -142,7 +142,7 @@ class Task(ABC):
         """The approximate number of tokens that a model reads in a run, or None if unknown."""
         return None
 
-    def unseen(self) -> list[str]:
+    def untracked_inputs(self) -> list[str]:
         """List inputs that `identity` does not cover; cells are kept even if these change."""
         return []
 
@@ -163,7 +163,7 @@ class Task(ABC):
         return replace(self, batch_tokens=min(self.batch_tokens, tokens))
 
     @classmethod
-    def misread(cls, name: str, example: str = "") -> UsageError:
+    def make_name_error(cls, name: str, example: str = "") -> UsageError:
         """Return the error for a name that does not follow the grammar."""
         return UsageError(
             f"cannot read task {name[:80]!r}: expected {cls.usage}" + (f", such as {example}" if example else "")

@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.tokens import end_token, max_length
-from diffquant.measure import counts_keys
+from diffquant.measure import has_key_groups
 from diffquant.measure.language_model import LanguageModel, States, TokenCache
 from diffquant.model.causal import CausalModel
 from diffquant.recipe import Recipe
@@ -83,7 +83,7 @@ class TorchModel(LanguageModel):
     @property
     def shares_prefixes(self) -> bool:
         # In a layer with a window, the first key of a call is not the sequence's first: groups of keys begin elsewhere.
-        return super().shares_prefixes and not (self._has_windows and counts_keys(self.recipe))
+        return super().shares_prefixes and not (self._has_windows and has_key_groups(self.recipe))
 
     @property
     def _has_windows(self) -> bool:

@@ -78,7 +78,7 @@ class Architecture(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All fields except the attention's specification."""
+        """Values of all fields by name, except `diff_spec`."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "diff_spec"}
         # A copy, since callers such as transformers write into it.
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in own.items()}
@@ -130,7 +130,7 @@ class Architecture(ABC):
         return {i: block.stored for i, block in blocks if isinstance(block.stored, TokenRows)}
 
     @property
-    def keeps_states(self) -> bool:
+    def has_recurrent_states(self) -> bool:
         """Whether some layers cache a recurrent state, as Mamba layers do."""
         stored = (block.stored for layer in self.layers for block in layer.values())
         return any(kept is not None and not isinstance(kept, TokenRows) for kept in stored)
@@ -139,14 +139,14 @@ class Architecture(ABC):
         """Check that a recipe for cache and logits is valid for the model's layers.
 
         Raises:
-            UsageError: an override matches no layer, keys or values that several layers read are to be rotated, or the
+            UsageError: an override matches no layer, the recipe rotates keys or values that several layers read, or a
                 group size does not divide the width of keys or values.
         """
         recipe.check_layers(self.target_layers)
         self._check_groups(recipe)
         if recipe.rotates_cache and self.target_layers["k"] != self.target_layers["logits"]:
             raise UsageError(
-                f"{type(self).__name__} has layers that read the keys and values of another one, and those cannot be "
+                f"{type(self).__name__} has layers that read the keys and values of another layer, which cannot be "
                 "rotated; leave out :rotated"
             )
 
@@ -187,7 +187,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerArchitecture(Architecture):
-    """A Transformer of this family, including the plain one.
+    """A Transformer with Llama's layers, whose attention is differential or plain.
 
     Attributes:
         rope_parameters: rotary settings in transformers' standard form: "rope_type", "rope_theta" and further settings
@@ -208,14 +208,14 @@ class TransformerArchitecture(Architecture):
         return [
             {
                 "self_attn": AttentionBlock(layer, self.diff_spec, self.hidden_size, self.attention_bias),
-                "mlp": self.network(layer),
+                "mlp": self.mlp_block(layer),
                 "input_layernorm": norm,
                 "post_attention_layernorm": norm,
             }
             for layer in range(self.num_hidden_layers)
         ]
 
-    def network(self, layer: int) -> Block:  # noqa: ARG002  subclasses may depend on it
+    def mlp_block(self, layer: int) -> Block:  # noqa: ARG002  subclasses may depend on it
         """Return the MLP block of a 0-based layer."""
         return MLPBlock(self.hidden_size, self.intermediate_size, self.hidden_act, self.mlp_bias)
 

@@ -107,14 +107,24 @@ class PairAttention(nn.Module):
         return any(scheme.quantizes for scheme in (self.logits, self.qk, self.p, self.pv))
 
     @property
-    def calls_backend(self) -> str:
-        """Backend name for an `AttentionCall`: `backend`, or "auto" if that one only decodes from a cache."""
+    def call_backend(self) -> str:
+        """Name of the backend for an `AttentionCall`: `backend`, or "auto" if `backend` only decodes from a cache."""
         return self.backend
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None = None
     ) -> Tensor:
-        """Compute the output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d]."""
+        """Compute attention under the recipe.
+
+        Args:
+            q: [B, query heads, T, d].
+            k: [B, key heads, S, d].
+            v: [B, h_kv, S, dv].
+            lam, mask, signal_gate: as in `AttentionCall`.
+
+        Returns:
+            [B, T, h·dv].
+        """
         # Under autocast, RoPE and norms return float32 queries and keys while values are bfloat16.
         q, k = q.to(v.dtype), k.to(v.dtype)
         with disable_autocast(v):
@@ -125,7 +135,7 @@ class PairAttention(nn.Module):
     ) -> Tensor:
         """Compute the output of `attend` as [B, h, T, dv], in the dtype of the computation."""
         # Backends that quantize queries and keys themselves are used only if chosen by name.
-        named = self.calls_backend in BACKENDS and BACKENDS[self.calls_backend].rounds_operands
+        named = self.call_backend in BACKENDS and BACKENDS[self.call_backend].rounds_operands
         by_backend = named and not self.pv.quantizes
         if self.qk.quantizes:
             if not by_backend:
@@ -151,7 +161,7 @@ class PairAttention(nn.Module):
             ranges=self.logit_ranges,
             signal_gate=signal_gate,
         )
-        return backend_for(call, self.calls_backend).compute(call)
+        return backend_for(call, self.call_backend).compute(call)
 
     def scalar_lam(self) -> Tensor:
         """Compute λ of a V1 layer, a float32 scalar."""
@@ -227,7 +237,7 @@ class DiffAttention(PairAttention):
         return q, k, self.layout.values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
-        """Compute λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2, V3), or None (one map)."""
+        """Compute λ in float32 for an input x [B, T, D]: a scalar (V1), [B, h, T, 1] (V2, V3), or None (one map)."""
         if self.spec.lam == "exp":
             return self.scalar_lam()
         if self.spec.lam == "sigmoid":
@@ -237,7 +247,7 @@ class DiffAttention(PairAttention):
         return None
 
     def signal_gate(self, x: Tensor) -> Tensor | None:
-        """Compute the signal map's factor for an input x, float32 [B, h, T, 1] (V3), or return None if it is 1."""
+        """Compute the signal map's factor for an input x [B, T, D]: float32 [B, h, T, 1] (V3), or None if it is 1."""
         return project_sigmoids(x, self.lambda_proj, slice(0, None, 2)) if self.spec.lam == "two-gates" else None
 
 
@@ -251,7 +261,7 @@ def disable_autocast(x: Tensor) -> AbstractContextManager[None]:
 
 
 def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
-    """Compute sigmoids of some output rows of a projection of x [B, T, D], float32 [B, h, T, 1]."""
+    """Compute the sigmoids of a projection of x [B, T, D], or of some of its h outputs: float32 [B, h, T, 1]."""
     if type(projection) is nn.Linear:
         with disable_autocast(x):
             gates = linear(x.float(), projection.weight[rows].float())
@@ -266,7 +276,13 @@ def zero_padding(k: Tensor, mask: Mask) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:
-    """Apply rotary embedding to x [B, H, T, d]; `style` is "half", "interleaved" or "none" as in `DiffSpec.rope`."""
+    """Apply rotary embedding to x [B, H, T, d].
+
+    Args:
+        x: queries or keys.
+        rotary: cos and sin, [B or 1, T, d] each.
+        style: "half", "interleaved" or "none", as in `DiffSpec.rope`.
+    """
     if style == "none":
         return x
     half = x.shape[-1] // 2

@@ -33,8 +33,8 @@ class Parameter:
         projection: projection whose heads the rows form, ordered as in `HeadLayout`, or None if rows are not heads.
         is_wide: whether it stays in float32 if the model is in float16 or bfloat16.
         contracted: axis that matrix products sum over. Scales and packed codes run along the last axis.
-        by_head: whether attention uses each head's rows separately and from both sides. Exports store values of such
-            a parameter instead of codes.
+        by_head: whether attention multiplies each head's rows separately, some of them transposed. Exports store values
+            of such a parameter instead of codes.
         is_large: whether exports treat it like parameters with packing "weights", although its packing is "named".
     """
 
@@ -87,7 +87,7 @@ class Block(ABC):
 
     @abstractmethod
     def parameter_specs(self) -> Parameters:
-        """Return its parameters by their names within the block."""
+        """Return the block's parameters by their names within the block."""
 
     @property
     def stored(self) -> TokenRows | tuple[Shape, ...] | None:
@@ -95,7 +95,7 @@ class Block(ABC):
 
     @property
     def exported_by(self) -> str:
-        """Its `export`, or "" if a subclass inherits `export` but changes the module or the parameters."""
+        """The block's `export`, or "" if its class inherits `export` but changes the module or the parameters."""
         for kind in type(self).__mro__:
             if "export" in vars(kind):
                 return kind.export if issubclass(kind, Block) else ""
@@ -104,7 +104,7 @@ class Block(ABC):
         return ""
 
     def new_module(self) -> "nn.Module":
-        """Create the module that runs it, with untrained parameters."""
+        """Create the module that runs the block, with untrained parameters."""
         module: nn.Module = resolve_name(self.module)(self)
         return module
 
@@ -121,18 +121,21 @@ def linear(
     packing: Packing = "weights",
     projection: Projection | None = None,
 ) -> Parameters:
-    """Return the parameters of a Linear with a weight [out, width]."""
+    """Return the parameters of a Linear called `name`: a weight [out, width] and, if `biased`, a bias [out].
+
+    `packing` and `projection` are as in `Parameter`.
+    """
     parameters = {f"{name}.weight": Parameter((out, width), packing, projection)}
     return parameters | ({f"{name}.bias": Parameter((out,), projection=projection)} if biased else {})
 
 
 def prefix_names(place: str, parameters: Parameters) -> Parameters:
-    """Prefix the names of parameters with the name of the part of a block that contains them."""
+    """Prefix the names of parameters with `place` and a dot, the name of the part of a block that contains them."""
     return {f"{place}.{name}": parameter for name, parameter in parameters.items()}
 
 
 def pair_parameters(spec: DiffSpec, *, is_wide: bool = False) -> Parameters:
-    """Return the λ vectors, kept in float32 if `is_wide`, and the parameters of the pair norm."""
+    """Return the parameters of attention's λ vectors, kept in float32 if `is_wide`, and of its pair norm."""
     vectors = LAMBDA_VECTORS if spec.lam == "exp" else ()
     norm = {"subln.weight": Parameter((spec.value_dim,))} if spec.post_norm == "affine" else {}
     return {name: Parameter((spec.head_dim,), is_wide=is_wide) for name in vectors} | norm

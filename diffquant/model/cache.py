@@ -106,7 +106,7 @@ class PackedStates:
         return blocks
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each stored tensor by the result of a function; the batch is the first axis of each."""
+        """Replace each stored tensor, whose first axis is the batch, by the result of a function."""
         self.recent, self.words, self.scales = (
             None if x is None else change(x) for x in (self.recent, self.words, self.scales)
         )

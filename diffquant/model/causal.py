@@ -151,8 +151,8 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         name = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
         if name not in BACKEND_OF:
             raise UsageError(
-                f"attn_implementation {name!r} is not supported; choose {', '.join(BACKEND_OF)}, or a backend of "
-                "diffquant's by use_attention()"
+                f"attn_implementation {name!r} is not supported; choose {', '.join(BACKEND_OF)}, or call "
+                "use_attention() with one of diffquant's backends"
             )
         check_backend(BACKEND_OF[name], self.recipe.rounds_maps_of_layers)
         self.use_attention(BACKEND_OF[name])
@@ -200,7 +200,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return is_packed or self.recipe.weights.quantizes or bool(self.recipe.weight_overrides)
 
     def make_tables(self) -> None:
-        """Compute the tensors that are not in checkpoints, if the model was created on the meta device."""
+        """Compute tensors that checkpoints lack, such as RoPE's frequencies, after creation on the meta device."""
 
     @property
     def attentions(self) -> Sequence[PairAttention]:
@@ -216,14 +216,14 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return self.model.recipe
 
     def apply_recipe(self, recipe: RecipeLike) -> None:
-        """Use a recipe's logits, operands, activations and KV cache from now on, and reset logit reports.
+        """Quantize logits, operands, activations and KV cache by a recipe from now on, and reset the logit report.
 
         Weights, and the weight settings of the model's recipe, do not change.
 
         Raises:
             UsageError: the recipe's weights differ from the loaded ones, it does not fit the model's layers, a
-                scheme is static but the model has no calibrated ranges for it, or no weights are quantized beside
-                activations.
+                scheme is static but the model has no calibrated ranges for it, or it quantizes activations although no
+                weights are quantized.
         """
         wanted = Recipe.parse(recipe)
         recipe = wanted.with_weights_of(self.recipe)
@@ -273,16 +273,17 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return [{"layer": attention.layer} | attention.meter.report() for attention in self.attentions]
 
     def reset_logit_report(self) -> None:
+        """Reset the statistics of `logit_report` and the calls that `check_quantizers_ran` counts."""
         for attention in self.attentions:
             attention.reset_counts()
         for rounding in self.input_roundings.values():
             rounding.calls = 0
 
-    def require_fired(self) -> None:
+    def check_quantizers_ran(self) -> None:
         """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:
-            NotFiredError: some did not; the message names the layers, or the Linears.
+            NotFiredError: a quantizer did not run; the message names the layers, or the Linears.
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attentions:
@@ -293,6 +294,6 @@ class CausalModel(PreTrainedModel, GenerationMixin):
             for what, idle in idle_by_target.items()
         ]
         if unrounded := [name for name, rounding in self.input_roundings.items() if not rounding.calls]:
-            faults.append(f"the recipe quantizes activations, but those of {first_few(unrounded, ', ')} were not")
+            faults.append(f"the recipe quantizes activations, but the inputs of {first_few(unrounded, ', ')} were not")
         if faults:
             raise NotFiredError("; ".join(faults))

@@ -11,7 +11,7 @@ from diffquant.model.architecture import DEFAULTS, Architecture, TransformerArch
 
 
 class ArchitectureConfig(PreTrainedConfig):
-    """Configuration with the fields of an architecture, and `spec`, its `DiffSpec` as plain data.
+    """transformers configuration with the fields of an architecture, and `spec`, its `DiffSpec` as plain data.
 
     A subclass states its architecture: `class SambaYConfig(ArchitectureConfig, architecture=SambaYArchitecture)`.
     """
@@ -56,6 +56,6 @@ class ArchitectureConfig(PreTrainedConfig):
 
 
 class DiffTransformerConfig(ArchitectureConfig, architecture=TransformerArchitecture, defaults=DEFAULTS):
-    """Configuration of a DiffTransformer."""
+    """Configuration of a `DiffTransformer`."""
 
     model_type = "diff_transformer"

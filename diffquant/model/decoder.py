@@ -46,19 +46,22 @@ class DecoderLayer(nn.Module, ABC):
 
     @abstractmethod
     def project(self, state: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the queries, keys and values of its attention, or None if it has no attention.
+        """Return the queries, keys and values of the layer's attention, or None if it has no attention.
 
         Each is [B, heads, T, width], after rotary embedding if the model has it, signal heads before noise heads.
         """
 
     def cached_states(self, state: Any, *arguments: Any) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
-        """Return what it caches instead of keys and values, [B, heads, T, width] each, or None if it caches those."""
+        """Return the two tensors that the layer caches instead of keys and values, such as latents.
+
+        Each is [B, heads, T, width]. None means that it caches keys and values.
+        """
         return None
 
     @property
     @abstractmethod
     def attention_output(self) -> nn.Module | None:
-        """Output projection of its attention, or None if it has no attention."""
+        """Output projection of the layer's attention, or None if it has no attention."""
 
 
 class Decoder(PreTrainedModel):
@@ -131,7 +134,7 @@ class Decoder(PreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
-            raise UsageError("pass either input_ids or inputs_embeds")
+            raise UsageError("pass exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         held = resolve_cache(past_key_values, cache)
         if held is not None:
@@ -232,7 +235,7 @@ class Decoder(PreTrainedModel):
         return None
 
     def keep_graphs(self, graphs: GraphedSteps) -> None:
-        """Keep graphs and their cache for the next call of `generate`."""
+        """Keep CUDA graphs and their cache, so that the next call of `generate` may reuse them."""
 
     @property
     def has_quantized_cache(self) -> bool:

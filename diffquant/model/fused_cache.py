@@ -107,7 +107,13 @@ class FusedCache(Cache):
         return sum(layer.nbytes for layer in self.layers)
 
     def expect(self, tokens: int, reuse: Callable[[int, Callable[[KVStore], bool]], KVStore | None]) -> None:
-        """Set the number of tokens to allocate memory for, and a function that may provide layers' stores for reuse."""
+        """Prepare the memory that layers get with their first tokens.
+
+        Args:
+            tokens: number of tokens to allocate memory for.
+            reuse: function of a layer's index and a predicate of stores that returns an empty store from an earlier
+                call for which the predicate is true, or None.
+        """
         for number, layer in enumerate(self.layers):
             layer.expected, layer.reuse = tokens, partial(reuse, number)
 
@@ -122,8 +128,8 @@ class FusedCache(Cache):
         """Number of tokens that fit into the allocated memory."""
         return min((layer.store.capacity if layer.store else 0 for layer in self.layers), default=0)
 
-    def count(self, tokens: int) -> None:
-        """Set the number of stored tokens on the host. Replays of a CUDA graph update only the number on the device."""
+    def set_length(self, tokens: int) -> None:
+        """Set the number of stored tokens on the host; replays of a CUDA graph update only the number on the device."""
         for layer in self.layers:
             layer.store.length = tokens
 
@@ -153,7 +159,7 @@ class FusedCache(Cache):
         """
         from diffquant.kernels.cache.decode import decode
 
-        if q[0].shape[2] > MAX_QUERIES or mask.seen is not None or (mask.keys is not None and mask.ranges is None):
+        if q[0].shape[2] > MAX_QUERIES or mask.explicit is not None or (mask.keys is not None and mask.ranges is None):
             return None
         if q[-1].shape[1] % v.shape[1]:
             # The kernel needs a whole number of noise heads per KV head.
@@ -177,7 +183,10 @@ def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, devi
 def latent_layer_refusal(
     recipe: Recipe, turned: int, latent: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why no kernel decodes from a `FusedLayer` that stores latents of these widths, or None."""
+    """Return why no kernel decodes from a `FusedLayer` with latents, or None.
+
+    A token has `turned` rotated key channels and a latent of `latent` channels.
+    """
     if dtype not in HALF_TYPES:
         return f"the decode kernel supports float16 and bfloat16, not {dtype}"
     return device_refusal(device) or store_refusal(recipe, turned, latent, dtype, LATENT_WIDTHS)

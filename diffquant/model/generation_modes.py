@@ -115,7 +115,7 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
 
 
 def dependence_on_steps(recipe: Recipe) -> str | None:
-    """Return why results depend on how many tokens a step reads, or on dropped tokens, or None if they do not."""
+    """Return why results depend on the number of tokens per step or on rejected tokens, or None if they do not."""
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
         return f"the newest {recipe.residual} tokens in the cache stay at 16 bits (residual)"
@@ -171,7 +171,7 @@ class FiniteLogits(LogitsProcessor):
         dtype = str(self.model.dtype).removeprefix("torch.")
         where = self._place(ids) if self.has_ids and ids.shape[1] else "the model"
         advice = "in bfloat16 or float32" if dtype == "float16" else "with finite weights, or more bits"
-        return f"{where} computes NaN or infinity in {dtype}, and no token can be chosen: run it {advice}"
+        return f"{where} computes NaN or infinity in {dtype}, and no token can be chosen: run the model {advice}"
 
     def _place(self, ids: Tensor) -> str:
         """Return the name of the first module whose output for tokens [B, T] is not finite."""

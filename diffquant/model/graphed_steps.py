@@ -82,7 +82,7 @@ class GraphedSteps:
         return self._signature == signature_of(model)
 
     def reuse_store(self, layer: int, fits: Callable[[KVStore], bool]) -> KVStore | None:
-        """Empty and return a layer's store from the previous call. If it does not fit, drop all and return None."""
+        """Empty and return a layer's store of the previous call; if it does not fit, drop all stores, return None."""
         store: KVStore | None = None if self._cache is None else self._cache.layers[layer].store
         if store is None or not fits(store):
             self._cache = self._place = self._recorded = None
@@ -130,7 +130,7 @@ class GraphedSteps:
         recorded_x.copy_(x)
         recorded_positions.copy_(positions)
         replay()
-        cache.count(past + 1)
+        cache.set_length(past + 1)
         return result
 
     def _record(self, step: Step, cache: FusedCache, x: Tensor, positions: Tensor, mask: Mask) -> _RecordedStep | None:
@@ -146,7 +146,7 @@ class GraphedSteps:
             return None
         finally:
             # The step advanced the count, but recorded kernels did not run.
-            cache.count(past)
+            cache.set_length(past)
         return recording, x, positions, mask
 
     def _fail(self, reason: str) -> None:
@@ -158,7 +158,7 @@ _HOLES = "the padding mask has holes, which the decode kernel does not support"
 
 
 def signature_of(model: nn.Module) -> tuple[object, ...]:
-    """Return everything that a recorded step depends on, except the values of tensors, to compare models."""
+    """Return all that a recorded step depends on, except the values of tensors, to find out whether a model changed."""
     values = (value for module in model.modules() for value in (module, *vars(module).values()))
     return (torch.is_autocast_enabled("cuda"), *(part for value in values for part in _parts(value)))
 

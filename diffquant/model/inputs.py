@@ -52,16 +52,19 @@ class InputRounding:
 
 
 def round_linears(model: nn.Module, linears: Mapping[str, str], recipe: Recipe) -> dict[str, InputRounding]:
-    """Round the inputs of a model's Linears from now on, under a recipe's `activations`.
+    """Make a model round the inputs of its Linears from now on, as a recipe's `activations` require.
 
     Args:
-        linears: names of the Linears with quantized weights, in the model -> in the checkpoint.
+        model: model that contains the Linears.
+        linears: names in the checkpoint of the Linears with quantized weights, by their names in the model.
+        recipe: recipe of the model.
 
     Returns:
         The rounding of each Linear, by name.
 
     Raises:
-        UsageError: there are no such Linears, or gate and up, which one kernel computes, have different schemes.
+        UsageError: activations are to be rounded but no weights are quantized, or gate and up, which one kernel
+            computes, have different schemes.
     """
     if recipe.rounds("activations") and not linears:
         raise UsageError(

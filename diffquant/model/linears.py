@@ -47,8 +47,8 @@ class QuantizedLinear(nn.Module):
         shape = self.out_features, self.in_features
         return PackedWeight(self.low, self.high, self.scales, self.row_scale, self.bits, self.group, shape)
 
-    def with_rows_of(self, other: QuantizedLinear) -> QuantizedLinear | None:
-        """Join this and another layer to x [..., K] -> [..., N1 + N2]; return None if they cannot be joined."""
+    def join_outputs(self, other: QuantizedLinear) -> QuantizedLinear | None:
+        """Return one layer that computes this layer's outputs and another's behind them, or None if not possible."""
         if join_refusal(self.packed, other.packed) or (self.bias is None) != (other.bias is None):
             return None
         joined = QuantizedLinear(join(self.packed, other.packed))
@@ -82,7 +82,7 @@ class DiffMLP(nn.Module):
         """Join gate and up into one packed layer if their schemes are equal, so that one kernel computes both."""
         gate, up = self.gate_proj, self.up_proj
         if isinstance(gate, QuantizedLinear) and isinstance(up, QuantizedLinear):
-            self.gate_up_proj = gate.with_rows_of(up)
+            self.gate_up_proj = gate.join_outputs(up)
         if self.gate_up_proj is not None:
             del self.gate_proj, self.up_proj
 

@@ -16,7 +16,7 @@ from diffquant.model.config import ArchitectureConfig, DiffTransformerConfig
 from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.graphed_steps import GraphedSteps, warn_of_ungraphed_decoding
-from diffquant.model.reading import count_positions
+from diffquant.model.reading import compute_positions
 
 # Types of RoPE whose frequencies do not depend on the sequence length.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -63,7 +63,7 @@ class DiffTransformerModel(Decoder):
         self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
     ) -> Sequence[tuple[Any, ...]]:
         if position_ids is None:
-            position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
+            position_ids = compute_positions(mask.keys, past, x.shape[1], x.device)
         return [(self.rotary_emb(x, position_ids=position_ids), mask, cache)] * len(self.layers)
 
     def run_graphed(
@@ -80,7 +80,7 @@ class DiffTransformerModel(Decoder):
             return None
         if position_ids is None:
             valid = None if attention_mask is None else attention_mask.bool()
-            position_ids = count_positions(valid, cache.get_seq_length(), 1, x.device)
+            position_ids = compute_positions(valid, cache.get_seq_length(), 1, x.device)
 
         def step(x: Tensor, positions: Tensor, mask: Mask) -> Tensor:
             return self.run_layers(x, mask, 0, positions, cache, None)
@@ -101,9 +101,9 @@ class DiffTransformerModel(Decoder):
         if (refusal := self._graph_refusal()) is not None:
             warn_of_ungraphed_decoding(refusal)
             return None
-        return self.take_graphs(cache, tokens)
+        return self.reuse_or_create_graphs(cache, tokens)
 
-    def take_graphs(self, cache: Cache | None, tokens: int) -> GraphedSteps:
+    def reuse_or_create_graphs(self, cache: Cache | None, tokens: int) -> GraphedSteps:
         """Return graphs for a call of `generate`: the previous call's if the model is unchanged, else new ones.
 
         Only a call that created its cache may reuse graphs.
@@ -130,9 +130,9 @@ class DiffTransformerModel(Decoder):
             return "operands of attention's products are quantized, which needs dequantized K and V"
         # accelerate's hooks move weights between devices, which cannot be recorded.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
-            return "the model is spread over several places"
+            return "the model is spread over several devices"
         if self.rotary_emb.rope_type not in _STATIC_ROPE:
-            return f"RoPE of type {self.rotary_emb.rope_type} looks at the positions to choose its frequencies"
+            return f"RoPE of type {self.rotary_emb.rope_type} has frequencies that depend on the positions"
         return None
 
     @property

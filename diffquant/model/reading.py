@@ -36,10 +36,10 @@ def read_mask(attention_mask: Tensor | None, batch: int, length: int, keys: int)
     if shape == [batch, keys]:
         return Mask(None if attention_mask.all() else attention_mask.bool())
     if attention_mask.dim() == 4 and shape[0] in (1, batch) and shape[1:] == [1, length, keys]:
-        return Mask(seen=_visible_keys(attention_mask))
+        return Mask(explicit=_visible_keys(attention_mask))
     raise UsageError(
         f"attention_mask must be [{batch}, {keys}] over cached and new tokens, or [{batch}, 1, {length}, {keys}] with "
-        f"what each new one sees, the same for all heads; got {shape}"
+        f"the keys that each new token sees, the same for all heads; got {shape}"
     )
 
 
@@ -68,7 +68,7 @@ def packed_mask(position_ids: Tensor) -> Mask | None:
         return None
     sequence = starts.cumsum(-1)
     order = torch.ones(2 * position_ids.shape[-1:], dtype=torch.bool, device=position_ids.device).tril()
-    return Mask(seen=((sequence[:, :, None] == sequence[:, None]) & order)[:, None])
+    return Mask(explicit=((sequence[:, :, None] == sequence[:, None]) & order)[:, None])
 
 
 # The cache's name in the installed transformers, as an argument of `generate` and as a field of outputs.
@@ -76,7 +76,7 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 
 
 def resolve_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """Return the cache that was passed under either of two names, or None.
+    """Return the cache that a caller passed under one of transformers' two names for it, or None.
 
     Raises:
         UsageError: both were passed.
@@ -87,7 +87,7 @@ def resolve_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache |
 
 
 def pop_cache(given: MutableMapping[str, Any]) -> Cache | None:
-    """Remove the cache from arguments, where it may have either of two names, and return it, or None.
+    """Remove `past_key_values` or `cache` from arguments and return its value, or None if neither is given.
 
     Raises:
         UsageError: both were passed.
@@ -95,7 +95,7 @@ def pop_cache(given: MutableMapping[str, Any]) -> Cache | None:
     return resolve_cache(given.pop("past_key_values", None), given.pop("cache", None))
 
 
-def count_positions(valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+def compute_positions(valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
     """Return the positions [B or 1, T] of new tokens, not counting padding.
 
     Args:
@@ -128,7 +128,7 @@ class Reading:
 
     @classmethod
     def of(cls, valid: Tensor | None, length: int, window: int | None, cache: MixedCache | None) -> Self:
-        """Create the masks for T = `length` new tokens.
+        """Create the masks of a model's layers for T = `length` new tokens.
 
         Args:
             valid: bool [B, S] over cached and new tokens, False at padding, or None if there is no padding.
@@ -141,7 +141,7 @@ class Reading:
         return cls(Mask(valid), windowed, windowed.needed_keys(near), cache, new)
 
     def mask(self, window: int | None) -> Mask:
-        """Return the mask of a layer with this window, or without a window if it is None."""
+        """Return the mask of a layer with this window, or of a layer without a window if `window` is None."""
         return self.whole if window is None else self.windowed
 
     @property
@@ -150,15 +150,15 @@ class Reading:
         return None if self.valid is None else self.valid.sum(1)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Move padding in x [B, T, E] behind each sequence's tokens, so that a recurrence reads them without gaps."""
+        """Move padding in x [B, T, E] behind its sequence's tokens, so that a recurrence reads these without gaps."""
         return x if self.valid is None else x.take_along_dim(self._order(self.valid), 1)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Undo `pack`."""
+        """Move the padding in x [B, T, E] from behind the tokens back to its place; the inverse of `pack`."""
         return x if self.valid is None else x.take_along_dim(self._order(self.valid).argsort(1), 1)
 
     def mask_padding(self, step: Tensor) -> Tensor:
-        """Set step sizes [B, T, E] of packed tokens to 0 at padding."""
+        """Set a recurrence's step sizes [B, T, E] to 0 at padding, which `pack` moved behind each sequence's tokens."""
         if self.counts is None:
             return step
         places = torch.arange(step.shape[1], device=step.device)

@@ -60,7 +60,10 @@ class Walk(Generic[State]):
         return output
 
     def project(self, layer: nn.Module, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return a layer's queries, keys and values, as `DecoderLayer.project` does."""
+        """Return a layer's queries, keys and values, [B, heads, T, width] each, or None if it has no attention.
+
+        They are taken after rotary embedding, if any, and signal heads precede noise heads.
+        """
         return cast("DecoderLayer", layer).project(state, *self.arguments(layer))
 
     def cached_states(
@@ -98,7 +101,10 @@ def iterate_unmasked_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tu
 
 
 def count_visible_logits(heads: int, rows: int, keys: int, window: int | None = None) -> int:
-    """Count the visible logits of the last `rows` queries over `keys` positions, summed over `heads` heads."""
+    """Count the logits of keys that the last `rows` queries see among `keys` positions, summed over `heads` heads.
+
+    A query sees its own and earlier positions, and with a window only the newest `window` of these.
+    """
     seen = range(keys - rows + 1, keys + 1)
     return heads * sum(min(count, window or count) for count in seen)
 

@@ -92,7 +92,7 @@ class MixedCache(Cache):
         self.recipe = recipe
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Return the number of tokens read so far; without `layer_idx`, from a layer that keeps all tokens."""
+        """Return the number of tokens stored in a layer; without `layer_idx`, in a layer that keeps all tokens."""
         if layer_idx is not None:
             return int(self.layers[layer_idx].get_seq_length())
         layers = [layer for layer in self.layers if isinstance(layer, PackedLayer)]
@@ -141,6 +141,8 @@ class RecurrentLayer:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return the convolution's newest inputs [B, W - 1, E] and the state [B, E, N].
+
+        W is the convolution's width, E the number of its channels and N the size of a channel's state.
 
         Raises:
             UsageError: nothing has been written yet.

@@ -109,7 +109,7 @@ def _config_classes() -> "list[type[PreTrainedConfig]]":
 
 
 class LoadedModel:
-    """The class behind `AutoModelForCausalLM` for our model types: `diffquant.load` under transformers' names."""
+    """Class that `AutoModelForCausalLM` uses for diffquant's model types: `diffquant.load` as `from_pretrained`."""
 
     @classmethod
     def from_pretrained(
@@ -147,7 +147,7 @@ class LoadedModel:
         if asked:
             raise UsageError(
                 f"{path} is a {config.model_type} model, which diffquant loads: it supports transformers' arguments "
-                f"dtype, device_map and max_memory, not {', '.join(asked)}"
+                f"dtype, device_map and max_memory; leave out {', '.join(asked)}"
             )
         wanted = dtype or torch_dtype
         wanted = None if wanted == "auto" else resolve_dtype(wanted) if isinstance(wanted, str) else wanted

@@ -13,7 +13,7 @@ from diffquant.checkpoints.weight_layout import find_transposed, find_undecided_
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.quantization.roundings import checked_rounding, rounding_named
-from diffquant.quantization.targets import Targets, find_targets, split_experts
+from diffquant.quantization.targets import PackableModules, find_packable_modules, split_experts
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS, target_of
@@ -27,16 +27,20 @@ _GROUP_SIZES = (16, 32, 64, 128)
 
 
 def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, Scheme]:
-    """Return the scheme of each module that a recipe packs, by name in the 16-bit checkpoint, after checking all of it.
+    """Check that a recipe can be applied to a 16-bit checkpoint, and return the scheme of each module that it packs.
+
+    Returns:
+        Schemes by the modules' names in the checkpoint.
 
     Raises:
-        CheckpointError: a weight has a dtype that cannot be quantized, or the rules match no weight.
+        CheckpointError: a weight has a dtype that cannot be quantized, or is stored [in, out]; or the rules of a
+            `WeightSource` select no weight.
         GroupSizeError: a group size does not divide the width of some tensors; the first ones are named.
         UsageError: an override matches nothing, or names a module that other libraries cannot load packed; the
             rounding is unknown or does not support these schemes; `check_activations` raises it; or the recipe
             quantizes attention or a cache, and the source is a `WeightSource`.
     """
-    targets = find_targets(source)
+    targets = find_packable_modules(source)
     schemes = targets.schemes(recipe)
     by_name = {targets.weights[module]: scheme for module, scheme in schemes.items()}
     _check_overrides(recipe, targets)
@@ -56,10 +60,10 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
 
 
 def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Collection[str]) -> None:
-    """Check that the inputs that a recipe's `activations` rounds are inputs of Linears with quantized weights.
+    """Check that a recipe's schemes of `activations`, if any, apply only to Linears with quantized weights.
 
     Args:
-        packed: modules whose weights are quantized, by the checkpoint's names.
+        packed: names in the checkpoint of the modules with quantized weights.
 
     Raises:
         UsageError: no weight is quantized, an override matches no Linear, or a weight belongs to no Linear.
@@ -68,7 +72,7 @@ def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Col
     patterns = [pattern for pattern in recipe.overrides if target_of(pattern) == "activations"]
     if not patterns and not recipe.activations.quantizes:
         return
-    targets = find_targets(source)
+    targets = find_packable_modules(source)
     modules = [module for module in packed if targets.rounds_input(module)]
     if not modules:
         raise UsageError(
@@ -198,7 +202,7 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], reader: str
         )
 
 
-def _check_overrides(recipe: Recipe, targets: Targets) -> None:
+def _check_overrides(recipe: Recipe, targets: PackableModules) -> None:
     unmatched = [
         pattern
         for pattern in recipe.weight_overrides
@@ -210,7 +214,7 @@ def _check_overrides(recipe: Recipe, targets: Targets) -> None:
         raise UsageError(first_few([*problems, *unmatched[NAMED:]]))
 
 
-def _no_match_problem(pattern: str, targets: Targets) -> str:
+def _no_match_problem(pattern: str, targets: PackableModules) -> str:
     if targets.is_tied and fnmatchcase("lm_head", pattern):
         return f"override {pattern!r}: this model's head is its embedding (tie_word_embeddings), which stays 16-bit"
     nearest = difflib.get_close_matches(pattern.replace("*", ""), targets.weights, n=1, cutoff=0.0)

@@ -18,12 +18,15 @@ from torch import Tensor
 from diffquant.checkpoints.atomic_folder import RECORD, check_output, stage_output
 from diffquant.checkpoints.conversions import (
     ROTATED,
+    SAME_TYPE,
+    SMOOTHED,
     Origin,
     check_conversion,
     convert_config,
     describe_change,
     find_origin,
 )
+from diffquant.checkpoints.corpora import Sources
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import (
     Block,
@@ -37,7 +40,7 @@ from diffquant.checkpoints.row_stream import (
 )
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.writer import OutputTensor
-from diffquant.errors import CheckpointError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.blocks import Shape
 from diffquant.quantization.descriptions import converted_card
@@ -48,6 +51,7 @@ from diffquant.reports.tables import megabytes
 from diffquant.support.devices import as_dtype
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import versions
+from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.terminal import Readable, one_line
 
@@ -67,7 +71,7 @@ class Conversion(Readable):
         bytes_before: size of the source in bytes.
         bytes_after: bytes of all tensors written.
         dtype: dtype of the matrices written.
-        rounding_error: relative RMS error of the weights rounded to that dtype; 0 if none was.
+        rounding_error: relative RMS error of the weights rounded to that dtype; 0 if no weight was rounded.
         recipe: recipe of cache and logits that the source records and the destination keeps; 16 bits by default.
         seconds: wall time in seconds.
         notes: messages about what was rotated, and about code of the source that was left out.
@@ -107,6 +111,7 @@ def convert(
     to: str,
     *,
     dtype: torch.dtype | str | None = None,
+    text: Sources = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
@@ -114,14 +119,16 @@ def convert(
 
     Args:
         source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2"; any
-            Transformer of the family for "rotated".
+            Transformer of the family for "rotated" and "smoothed".
         destination: the folder to create; it is written atomically.
-        to: "diffllama", "diff-v2" or "rotated".
+        to: "diffllama", "diff-v2", "rotated" or "smoothed".
         dtype: dtype of the matrices; by default the source's, bfloat16 for a quantized GGUF file, or float32 for
             rotated ones, so that `quantize` rounds only once. Vectors (norms, λ, biases that are not rotated) keep
             their dtype.
+        text: calibration data for "smoothed", as `read_calibration` takes it; the bundled text by default.
         overwrite: replace an existing checkpoint there, after the new one is complete.
-        progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
+        progress: function called with layers that are smoothed, then with output bytes; by default a line on a
+            terminal, one per minute in a log.
 
     Raises:
         DiffQuantError: the source or the destination is invalid, or there is no exact conversion.
@@ -134,12 +141,15 @@ def convert(
     opened.check_special_tokens()
     check_conversion(to, opened)
     checkpoint, source_type = opened.checkpoint, opened.model_type
+    if text is not None and to != SMOOTHED:
+        raise UsageError(f"{option_name('text')} is read only for {option_name('to', SMOOTHED)}; leave it out")
     config = convert_config(to, opened)
     if opened.packed:
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
     target = adapter_for(config)
-    origins = {name: find_origin(to, opened, target, name) for name in target.source_shapes()}
-    written = dtype or checkpoint.written_dtype("model.embed_tokens.weight")
+    factors, read = _find_factors(opened, text, progress) if to == SMOOTHED else ({}, {})
+    origins = {name: find_origin(to, opened, target, name, factors) for name in target.source_shapes()}
+    written = dtype or checkpoint.output_dtype("model.embed_tokens.weight")
     dtype_name = str(written).removeprefix("torch.")
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
     if opened.recipe != Recipe():
@@ -154,6 +164,7 @@ def convert(
         "to": to,
         "dtype": str(dtype),
         "source": checkpoint_key(checkpoint),
+        **({"read": read} if read else {}),
         "versions": versions(),
     }
     with stage_output(destination, key, total, overwrite) as staging:
@@ -166,15 +177,15 @@ def convert(
         if code := write_modelling_file(staging.folder, config, target):
             write_atomically(staging.folder / RECORD, json.dumps({"code": code}))
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
-        change = describe_change(to, opened)
+        change = describe_change(to, opened, len(factors))
         what = f"The function is unchanged{_rounding_note(written, error)}: {change}"
         if opened.recipe != Recipe():
             write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
             what += f" Its recipe is kept: `{opened.recipe!r}`."
-        kind = ROTATED if to == ROTATED else f"as {config['model_type']}"
+        kind = to if to in SAME_TYPE else f"as {config['model_type']}"
         card = converted_card(checkpoint, source_type, kind, what, target.architecture.diff_spec.maps > 1, left_out)
         write_atomically(staging.folder / "README.md", card)
-        notes = (*((change,) if to == ROTATED else ()), *describe_left_out(left_out, staging.folder))
+        notes = (*((change,) if to in SAME_TYPE else ()), *describe_left_out(left_out, staging.folder))
     return Conversion(
         destination,
         source_type,
@@ -187,6 +198,13 @@ def convert(
         time.monotonic() - started,
         notes,
     )
+
+
+def _find_factors(source: Source, text: Sources, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Find factors of inputs; the module runs a model, which other conversions do without."""
+    from diffquant.quantization.smoothing import find_factors
+
+    return find_factors(source, text, progress)
 
 
 def _rounding_error(records: Mapping[str, Mapping[str, Any]]) -> float:
@@ -210,7 +228,7 @@ def _shards(
         origin, source = origins[name], origins[name][0]
         if source is not None:
             shard = checkpoint.tensors[source].shard
-        dtype = checkpoint.written_dtype(source or "model.embed_tokens.weight")
+        dtype = checkpoint.output_dtype(source or "model.embed_tokens.weight")
         if len(shape) == 2 or _mixes_rows(origin):
             dtype = matrix_dtype or dtype
         jobs[shard].append(_job(checkpoint, name, shape, origin, dtype))
@@ -248,9 +266,11 @@ def _read_rows(checkpoint: Checkpoint, name: str, order: Tensor | None, first: i
         NonFiniteError: a value is not finite.
     """
     if order is None or order.dim() == 1:
-        rows = checkpoint.read_rows(name, slice(first, last) if order is None else order[first:last])
+        factor = order[first:last] if order is not None and order.is_floating_point() else None
+        here = slice(first, last) if order is None or factor is not None else order[first:last]
+        rows = checkpoint.read_rows(name, here)
         check_rows(rows, name, first)
-        return rows
+        return rows if factor is None else rows * factor.view(-1, *[1] * (rows.dim() - 1))
     height, *width = checkpoint.tensors[name].shape
     mixed = torch.zeros(last - first, *width, dtype=order.dtype)
     for begin, end in row_blocks(height, math.prod(width)):

@@ -15,7 +15,7 @@ from diffquant.checkpoints.weight_source import WeightSource, modules_to_ignore
 from diffquant.quantization.engine_folder import config_for_engines, write_modelling_file
 from diffquant.quantization.foreign_code import describe_left_out, leave_out_code
 from diffquant.quantization.plan import QuantizationPlan
-from diffquant.quantization.targets import MakersExperts
+from diffquant.quantization.targets import Motif3Experts
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.recipe.scheme import Scheme
@@ -67,7 +67,11 @@ def quantized_card(
         *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",
-        *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := plan.checkpoint.rounded_again) else []),
+        *(
+            [f"\n{again[:1].upper()}{again[1:]}."]
+            if plan.schemes and (again := plan.checkpoint.requantization_warning)
+            else []
+        ),
     ]
     if plan.cache_scales:
         lines.append(_CACHE)
@@ -130,10 +134,10 @@ def converted_card(
     """Return the model card of a converted checkpoint, with its source.
 
     Args:
-        kind: what it was made, for the title, such as "as diff_v2".
-        what: sentences about the conversion.
+        kind: end of the card's title, after the source's name, such as "as diff_v2".
+        what: sentences that describe the conversion.
         is_differential: whether the model uses differential attention.
-        left_out: code files of the source, and JSON entries that named code, that were removed.
+        left_out: removed code files of the source, and removed JSON entries that named code.
     """
     name, tags = checkpoint.name, ["diffquant", *([FAMILY] if is_differential else [])]
     return "\n".join(
@@ -152,8 +156,8 @@ def _left_out(entries: Sequence[str]) -> list[str]:
 
 
 _BY_CODE = (
-    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it with modeling_diffquant.py, which "
-    "is part of this folder and needs transformers, and compressed-tensors for packed weights"
+    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it with this folder's "
+    "modeling_diffquant.py, which needs transformers, and compressed-tensors for packed weights"
 )
 _KEPT_ELSEWHERE = (
     "The schemes of cache and logits, which that format cannot store, are in config.json under `diffquant_config`; "
@@ -174,7 +178,7 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
             f"The codes of {', '.join(own)} are packed in a layout that only `diffquant.load` reads; "
             "transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
         )
-    if plan.is_as_the_makers:
+    if plan.has_motif3_layout:
         return (
             "The layout is that of the authors' NVFP4 release, in which only experts are packed; their vLLM port and "
             "`diffquant.load` read it.\n"
@@ -190,7 +194,7 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
         case "llama":
             reader = "which transformers loads without diffquant"
         case "diffllama":
-            reader = f"which transformers loads without diffquant; {_BY_CODE}, too, which also supports padded batches"
+            reader = f"which transformers loads without diffquant. {_BY_CODE}, and supports padded batches"
         case _:
             reader = f"and {_BY_CODE}"
     dtype = f"{_IN_BFLOAT16} " if _is_decoded_in_bfloat16(plan) else ""
@@ -241,9 +245,9 @@ def write_descriptions(
     carried = {file.name for file in folder.glob("*.py")}
     code = write_modelling_file(folder, config, adapter)
     replaced = sorted(carried - code.keys()) if code else []
-    if plan.is_as_the_makers:
+    if plan.has_motif3_layout:
         config["quantization_config"] = {
-            "quant_method": MakersExperts.method,
+            "quant_method": Motif3Experts.method,
             "group_size": format_named("nvfp4").block,
             "produced_by": f"diffquant {versions()['diffquant']}",
         }

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoints.compressed_config import states_cache
+from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
 from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.model.architecture import TransformerArchitecture
@@ -48,10 +48,12 @@ def is_engine_model(config: Mapping[str, Any], adapter: Adapter) -> bool:
 
 
 def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
-    """Check that the vLLM plugin, which only implements Transformer layers, can serve a folder's model.
+    """Check that the vLLM plugin can serve a folder's model.
+
+    The plugin implements the attention and MLP layers of DIFF models and of plain Transformers, and no others.
 
     Raises:
-        UnknownModelTypeError: it cannot.
+        UnknownModelTypeError: the model has other layers, such as Mamba.
     """
     if not isinstance(adapter.architecture, TransformerArchitecture):
         kinds = ", ".join(dict.fromkeys(adapter.architecture.layer_kinds))
@@ -66,14 +68,14 @@ def require_angles(rope: Mapping[str, Any], style: str) -> None:
 
     Args:
         rope: rope parameters as standardized by transformers.
-        style: which channels are rotated as a pair, as in `DiffSpec`.
+        style: "half" or "interleaved": which channels are rotated as a pair, as in `DiffSpec`.
 
     Raises:
-        UsageError: it does not.
+        UsageError: vLLM does not implement them.
     """
     lacking = {
-        "longrope for channels that are interleaved": rope["rope_type"] == "longrope" and style == "interleaved",
-        "a factor of proportional angles": rope["rope_type"] == "proportional" and rope.get("factor") not in (None, 1),
+        "longrope with interleaved channels": rope["rope_type"] == "longrope" and style == "interleaved",
+        "proportional RoPE with a factor": rope["rope_type"] == "proportional" and rope.get("factor") not in (None, 1),
     }
     for what, is_asked in lacking.items():
         if is_asked:
@@ -81,7 +83,12 @@ def require_angles(rope: Mapping[str, Any], style: str) -> None:
 
 
 def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
-    """Return the content of config.json with `architectures` and, under `diff_model`, the modelling file's settings."""
+    """Return the content of config.json with the entries that inference engines need.
+
+    A Llama gets `rope_theta` and `architectures`. A model that the modelling file can run gets, in addition, `auto_map`
+    and the modelling file's settings under `diff_model`. Other DiffTransformers get only `rope_theta`, and other models
+    get nothing.
+    """
     architecture = adapter.architecture
     if type(architecture) is not TransformerArchitecture:
         return dict(config)
@@ -113,7 +120,7 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
     place = folder / MODELLING_FILE
     if adapter is None or not carries_modelling_file(config, adapter):
         if place.exists():
-            raise CheckpointError(f"the source holds {MODELLING_FILE}, which is diffquant's name: rename that file")
+            raise CheckpointError(f"the source has {MODELLING_FILE}, a name that diffquant needs: rename that file")
         return {}
     remove_code_files(folder)
     text = modelling_file(config["model_type"])
@@ -122,7 +129,11 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
 
 
 def remove_code_files(folder: Path) -> list[str]:
-    """Delete the Python files of an output folder and return their names, except the modelling file's."""
+    """Delete all .py files of an output folder, including diffquant's modelling file if there is one.
+
+    Returns:
+        Names of the deleted files, without the modelling file's, which is not code of the source.
+    """
     files = sorted(folder.glob("*.py"))
     for file in files:
         file.unlink()
@@ -130,13 +141,13 @@ def remove_code_files(folder: Path) -> list[str]:
 
 
 def describe_ignored_schemes(config: Mapping[str, Any]) -> str:
-    """Return the recipe's schemes of cache, logits and operands that other engines ignore, or "".
+    """List, as text, the recipe's schemes of cache, logits and operands that other engines ignore; "" if none.
 
     Args:
         config: content of config.json.
     """
     recipe = (config.get("diffquant_config") or {}).get("recipe", {})
-    targets = ("logits", "qk", "p", "pv") if states_cache(config) else ("k", "v", "logits", "qk", "p", "pv")
+    targets = ("logits", "qk", "p", "pv") if has_kv_cache_scheme(config) else ("k", "v", "logits", "qk", "p", "pv")
     asked = {name: recipe[name] for name in targets if recipe.get(name, "16") != "16"}
     return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
 

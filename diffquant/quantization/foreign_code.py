@@ -189,8 +189,8 @@ def describe_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
     """Return messages about code of the source that was left out, and whether the tokenizer needs it.
 
     Args:
-        left_out: code files, and JSON entries that named code.
-        folder: the folder as written.
+        left_out: removed code files, and descriptions of removed JSON entries that named code.
+        folder: the output folder, after removal.
     """
     if not left_out:
         return ()

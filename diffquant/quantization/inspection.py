@@ -30,7 +30,7 @@ class Inspection(Readable):
 
     Attributes:
         path: folder or file that was read.
-        kinds: number of layers of each kind.
+        kinds: number of layers of each kind, such as attention or Mamba.
         recipe: recipe that the checkpoint was quantized with; 16 bits if it was not.
         packed: number of weights that are stored packed.
         lam: one number per layer with attention: λ for V1, the RMS of the λ projection's weight for V2 (0 means that λ
@@ -77,7 +77,7 @@ class Inspection(Readable):
         if spec.gates:
             projections = " ".join(f"{value:.3g}" for value in self.lam)
             kind = "λ" if spec.lam == "sigmoid" else "a gate for each map"
-            lines.append(f"{kind} per token and pair, sigmoid of a projection; its rms by layer: {projections}")
+            lines.append(f"{kind} per token and pair: sigmoid of a projection; weight RMS by layer: {projections}")
         if spec.output_gate:
             lines.append("output gate: each channel times a sigmoid of a projection")
         lines += [_size_line(scheme, self.sizes, self.packed_bits) for scheme in self.sizes]
@@ -110,7 +110,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
             **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
         },
         packed_bits=_stored_packed_bits(source) | {scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
-        rounded=source.checkpoint.rounded_before,
+        rounded=source.checkpoint.earlier_rounding_clause,
     )
 
 
@@ -185,7 +185,7 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
             **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
         },
         packed_bits={scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
-        rounded=source.checkpoint.rounded_before,
+        rounded=source.checkpoint.earlier_rounding_clause,
     )
 
 

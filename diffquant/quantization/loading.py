@@ -18,7 +18,7 @@ from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import rounding_named
-from diffquant.quantization.targets import find_targets, unpacked_dtypes
+from diffquant.quantization.targets import find_packable_modules, unpacked_dtypes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.devices import as_dtype, resolve_device
@@ -66,8 +66,8 @@ def load(
         packed: whether packed weights stay packed, or are dequantized to `dtype`. By default they stay packed in half
             precision on CUDA, where kernels can read them. Weights whose group size the kernels do not support (not a
             multiple of 16) are always dequantized.
-        scales: file of ranges calibrated on this checkpoint, for static schemes; in place of those that the checkpoint
-            may hold of its cache.
+        scales: file of ranges calibrated on this checkpoint, for static schemes. They replace ranges of the cache that
+            the checkpoint may contain.
         device_map: devices for a model that is larger than one device: "auto", or a mapping from module names to
             devices, "cpu" or "disk", as in accelerate and transformers; or a `Places`, which also contains the next
             two arguments. Weights are dequantized then.
@@ -83,7 +83,7 @@ def load(
     if not isinstance(device_map, Places):
         device_map = Places.of(device, device_map, offload_folder, max_memory)
     if device_map is not None and packed:
-        raise UsageError("packed weights stay on one device; leave out packed, or device_map")
+        raise UsageError("packed weights cannot be spread over devices; leave out packed, or device_map")
     device = resolve_device(device)
     source = open_source(path)
     recipe = None if recipe is None else Recipe.parse(recipe)
@@ -105,7 +105,7 @@ def load(
 
 def _quantized_linears(source: Source, packed: Collection[str]) -> dict[str, str]:
     """Return the Linears whose inputs a recipe may round: the model's name -> the checkpoint's."""
-    adapter, targets = source.adapter, find_targets(source)
+    adapter, targets = source.adapter, find_packable_modules(source)
     names = {name.removesuffix(".weight"): adapter.source_name(name) for name in source.architecture.parameters}
     stored = {name: of_weight.removesuffix(".weight") for name, of_weight in names.items()}
     return {name: module for name, module in stored.items() if module in packed and targets.rounds_input(module)}
@@ -152,7 +152,7 @@ def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Re
     unpacked, magnitudes = unpacked_dtypes(source), Magnitudes(source.checkpoint, schemes)
 
     def round_weight(name: str, data: Tensor) -> Tensor:
-        scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.written_dtype(name)
+        scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.output_dtype(name)
         if scheme is None:
             return data.to(unpacked.get(name, dtype))
         # codes * scale is rounded once, to the dtype that the model runs in, as when packed weights are dequantized.
@@ -173,11 +173,11 @@ def check_loadable(source: Source, recipes: Iterable[Recipe]) -> None:
 
 
 def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[str, Scheme]]:
-    """Return the recipe that a model runs under, and the scheme of each weight that is rounded during loading.
+    """Return the recipe that a model runs under, and by module the scheme of each weight that loading rounds.
 
     Args:
-        recipe: recipe of cache, logits and activations, which replaces all of the checkpoint's, and of weights that are
-            not packed yet; or None to use the checkpoint's recorded recipe.
+        recipe: recipe to run under, which replaces the checkpoint's recorded one, except for packed weights; or None to
+            use the recorded one.
 
     Raises:
         UsageError: the recipe quantizes weights that are quantized already, or does not fit the checkpoint.

@@ -20,9 +20,10 @@ class Magnitudes:
     """Computes, on demand, the largest magnitude over a weight and the weights that engines fuse with it."""
 
     def __init__(self, checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
-        """Read nothing yet.
+        """Prepare without reading weights, which `of` does.
 
         Args:
+            checkpoint: checkpoint with 16-bit weights.
             schemes: scheme of each module whose weight is packed, by name in the checkpoint.
         """
         self._checkpoint, self._schemes = checkpoint, schemes
@@ -61,7 +62,7 @@ def _round_up(largest: Tensor, scheme: Scheme) -> Tensor:
     Some engines divide by that scale and others multiply by its reciprocal, which is exact only for powers of two.
     Block scales are floats, so they lose no precision.
     """
-    divisor = scheme.format.bound_to(largest).tensor_scale
+    divisor = scheme.format.with_tensor_scale(largest).tensor_scale
     if divisor is None:
         return largest
     top = (divisor.double() * largest).round()

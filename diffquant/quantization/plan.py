@@ -10,17 +10,17 @@ from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL
 from diffquant.checkpoints.opening import find_surplus_tensors
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo, merge_stored, read_stored_dtype
 from diffquant.checkpoints.source import Source
-from diffquant.checkpoints.weight_source import WeightRules, WeightSource
+from diffquant.checkpoints.weight_source import PackingRules, WeightSource
 from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import CheckpointError
-from diffquant.model.adapters import is_read
+from diffquant.model.adapters import has_adapter
 from diffquant.quantization.checks import checked_schemes
 from diffquant.quantization.targets import (
     EMBEDDING,
-    MakersExperts,
+    Motif3Experts,
     Part,
-    as_makers_experts,
-    find_targets,
+    as_motif3_experts,
+    find_packable_modules,
     split_experts,
     unpacked_dtypes,
     whole,
@@ -90,7 +90,7 @@ class QuantizationPlan:
     recipe: Recipe
     tensors: tuple[PlannedTensor, ...]
     linears: tuple[str, ...]
-    rules: WeightRules | None = None
+    rules: PackingRules | None = None
     run_dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
     cache_scales: Mapping[str, float] = field(default_factory=dict)
@@ -121,15 +121,15 @@ class QuantizationPlan:
         return list(dict.fromkeys([*self.linears, *parts]))
 
     @property
-    def is_as_the_makers(self) -> bool:
-        """Whether only experts are packed, in the layout of the model's official quantized release."""
-        return any(isinstance(part, MakersExperts) for tensor in self.tensors for part in tensor.parts)
+    def has_motif3_layout(self) -> bool:
+        """Whether only experts are packed, in the layout of Motif-3's official NVFP4 release."""
+        return any(isinstance(part, Motif3Experts) for tensor in self.tensors for part in tensor.parts)
 
     @property
     def has_stacked_experts(self) -> bool:
         """Whether all experts of a layer are packed in one tensor, a layout that only diffquant uses."""
         is_stacked = any(len(part.shape) > 2 for tensor in self.tensors for part in tensor.parts)
-        return is_stacked and not self.is_as_the_makers
+        return is_stacked and not self.has_motif3_layout
 
     @property
     def bytes_before(self) -> int:
@@ -154,7 +154,7 @@ class QuantizationPlan:
 
     @property
     def size(self) -> str:
-        """Text with the size of all tensors, compared with the source's."""
+        """The size of all tensors, compared with the source's, as text."""
         return compare_size(self.bytes_after, self.bytes_before, self.weights)
 
     def table(self) -> str:
@@ -202,9 +202,9 @@ def plan_quantization(
     if isinstance(source, Source):
         recipe, notes = merge_stored(recipe, source.recipe)
     schemes = checked_schemes(source, recipe)
-    if schemes and (again := source.checkpoint.rounded_again):
+    if schemes and (again := source.checkpoint.requantization_warning):
         notes = (*notes, again)
-    targets = find_targets(source)
+    targets = find_packable_modules(source)
     packed = {name: schemes[module] for module, name in targets.weights.items() if module in schemes}
     inputs = {
         targets.weights[module]: recipe.input_scheme(module) for module in schemes if targets.rounds_input(module)
@@ -215,7 +215,7 @@ def plan_quantization(
 
     def plan_tensor(name: str, info: TensorInfo) -> PlannedTensor:
         scheme, of_inputs = packed.get(name, FULL), inputs.get(name, FULL)
-        written = source.checkpoint.written_dtype(name)
+        written = source.checkpoint.output_dtype(name)
         if not scheme.quantizes:
             return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked.get(name, written), info.shape),))
         if of_inputs.quantizes and scheme.format.name == BYTES.name:
@@ -242,9 +242,9 @@ def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -
     if isinstance(source, Source) and source.architecture.makers_pack_experts:
         shapes = source.checkpoint.tensors
         if all(scheme.format.name == "nvfp4" and len(shapes[name].shape) > 2 for name, scheme in packed.items()):
-            return as_makers_experts
+            return as_motif3_experts
     # diffquant's models read stacked experts as stored.
-    return whole if is_read(source.checkpoint.config) else split_experts
+    return whole if has_adapter(source.checkpoint.config) else split_experts
 
 
 def _misread_experts(plan: QuantizationPlan) -> list[str]:
@@ -258,7 +258,7 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
         return []
     return [
         f"transformers (5.24) ignores the tensor scale of experts in {' and '.join(sorted(formats))}, so its weights "
-        f"are hundreds of times too large: use another format for it, such as {option_name('weights', 'mxfp4')}"
+        f"are hundreds of times too large; for transformers use, for example, {option_name('weights', 'mxfp4')}"
     ]
 
 
@@ -267,8 +267,8 @@ def _unserved_groups(plan: QuantizationPlan) -> list[str]:
     if not any(tensor.scheme.format is BYTES and tensor.scheme.size for tensor in plan.tensors):
         return []
     return [
-        f"vLLM multiplies rounded activations with 8-bit weights only under a scale per output channel or tensor: give "
-        f"{option_name('weights', '8:channel')} for it"
+        f"vLLM multiplies rounded activations by 8-bit weights only if these have one scale per output channel or "
+        f"tensor; to use vLLM, give {option_name('weights', '8:channel')}"
     ]
 
 
@@ -277,7 +277,7 @@ def _linears(source: Source | WeightSource) -> tuple[str, ...]:
     if isinstance(source, WeightSource):
         modules = source.matrices()
     else:
-        modules = [module for module, name in find_targets(source).weights.items() if name != module]
+        modules = [module for module, name in find_packable_modules(source).weights.items() if name != module]
     # A tied head has no weight in the checkpoint, but it is still a module of the loaded model.
     return tuple(name for name in dict.fromkeys([*modules, "lm_head"]) if name != EMBEDDING)
 

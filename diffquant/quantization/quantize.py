@@ -15,7 +15,7 @@ from diffquant.checkpoints.cache_scales import has_engine_format, scales_of
 from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL, SCALE, decode_codes, pack_rows
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.reader import Checkpoint
-from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, copy_job, write_shards
+from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, make_copy_job, write_shards
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.checkpoints.writer import OutputTensor
@@ -36,7 +36,7 @@ from diffquant.support.terminal import Readable, one_line
 
 
 class Calibrate(Protocol):
-    """Finds ranges of a checkpoint's keys and values."""
+    """Type of a function that calibrates the ranges of a checkpoint's keys and values."""
 
     def __call__(self, path: Source, *, progress: Progress) -> Ranges: ...
 
@@ -124,8 +124,8 @@ def quantize(
             It does not change the dtype that the model runs in.
         overwrite: replace an existing checkpoint there, after the new one is complete.
         on_plan: function called with the plan before anything is written; an exception in it ends the run.
-        calibrate: function that finds ranges of keys and values, to store scales of a cache that engines can have.
-            Without it, only diffquant applies the cache.
+        calibrate: function that calibrates ranges of keys and values, from which cache scales are stored if inference
+            engines support the recipe's cache. Without it, only diffquant quantizes the cache.
         progress: function called with layers while a rounding reads calibration data, then with output bytes; by
             default a line on a terminal, one per minute in a log.
 
@@ -194,15 +194,21 @@ def _with_cache_scales(
 
 
 _ONLY_HERE = (
-    "only diffquant applies this cache: vLLM and transformers read e4m3:static of both K and V, without residual, "
-    "of a model that they run"
+    "only diffquant applies this cache scheme: vLLM and transformers support only e4m3:static for both K and V, "
+    "without residual, and only in models that they run"
 )
 
 
-def pack_job(
+def make_pack_job(
     checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder, magnitudes: Magnitudes | None = None
 ) -> Job:
-    """Return the job that computes a weight's codes and scales, a block of rows at a time."""
+    """Return the job that computes a weight's codes and scales, a block of rows at a time.
+
+    Args:
+        tensor: the weight, with the modules that it is packed as.
+        rounder: rounding prepared for the checkpoint.
+        magnitudes: as in `RoundedWeight`.
+    """
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
     tile, rows_each = scheme.sharing.tile or 1, height // len(tensor.parts)
@@ -210,7 +216,7 @@ def pack_job(
     def read(first: int, last: int) -> Tensor:
         return checkpoint.matrix_rows(tensor.name, first, last)
 
-    dtype = scheme.format.scale_dtype(checkpoint.written_dtype(tensor.name))
+    dtype = scheme.format.scale_dtype(checkpoint.output_dtype(tensor.name))
     rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype, magnitudes)
 
     def make(first: int, last: int) -> Block:
@@ -234,7 +240,7 @@ def pack_job(
                 some = data if whole else data[here.start // per_row : -(-here.stop // per_row)]
                 pieces[part.name(suffix)] = (max(first - part.first, 0) // per_row, some)
             if begins:
-                pieces |= {name: (0, data) for name, data in part.once(rounded.scheme).items()}
+                pieces |= {name: (0, data) for name, data in part.shared_tensors(rounded.scheme).items()}
                 if tensor.inputs.format.spans_tensor:
                     pieces[part.module + INPUT_GLOBAL] = (0, torch.ones(1))
         # `values` of a float32 source is the memory-mapped file, so only the decoded tensor may be changed in place.
@@ -261,9 +267,9 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
         packs = tensor.scheme.quantizes
         may_mask = plan.rules is not None and plan.rules.may_be_mask(tensor.name, len(tensor.info.shape))
         job = (
-            pack_job(plan.checkpoint, tensor, rounder, magnitudes)
+            make_pack_job(plan.checkpoint, tensor, rounder, magnitudes)
             if packs
-            else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
+            else make_copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
         )
         jobs[tensor.info.shard].append(job)
     if plan.cache_scales:

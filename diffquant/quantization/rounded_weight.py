@@ -48,11 +48,11 @@ class RoundedWeight:
         self._bound: Scheme | None = None
 
     def rows(self, first: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes int8 [rows, in] and the stored scale of rows from `first` on.
+        """Return codes int8 [rows, in] and the stored scale of consecutive rows.
 
         Args:
-            first: index of the first row.
-            values: those rows [rows, in] in float32.
+            first: index of the first of these rows in the weight.
+            values: the rows [rows, in] in float32.
         """
         if self._name in self._rounder.made:
             codes, scale = self._rounder.made[self._name]
@@ -69,7 +69,7 @@ class RoundedWeight:
             return self._scheme
         if self._bound is None:
             known = self._magnitudes
-            self._bound = self._scheme.bound_to(self._largest() if known is None else known.of(self._name))
+            self._bound = self._scheme.with_tensor_scale(self._largest() if known is None else known.of(self._name))
         return self._bound
 
     def _largest(self) -> Tensor:

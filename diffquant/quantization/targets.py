@@ -22,7 +22,7 @@ EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
-class Targets:
+class PackableModules:
     """The modules of a checkpoint whose weights can be packed, by name in the checkpoint.
 
     Attributes:
@@ -45,22 +45,22 @@ class Targets:
         return {module: scheme for module, scheme in schemes.items() if scheme.quantizes}
 
     def rounds_input(self, module: str) -> bool:
-        """Return whether a recipe's `activations` applies to a module whose weight is quantized.
+        """Return whether a recipe's scheme of `activations` applies to a module with a quantized weight.
 
-        It does to Linears and the head, not to λ and gate projections, which models compute in float32.
+        It applies to Linears and the head, but not to λ and gate projections, which models compute in float32.
         """
         return module in self.linears or module == _HEAD
 
 
-def find_targets(source: Source | WeightSource) -> Targets:
-    """Return the targets of a checkpoint, from its adapter or from the rules of a `WeightSource`."""
+def find_packable_modules(source: Source | WeightSource) -> PackableModules:
+    """Find the modules of a checkpoint whose weights can be packed, by its adapter or the rules of a `WeightSource`."""
     if isinstance(source, WeightSource):
         is_tied = bool(source.checkpoint.config.get("tie_word_embeddings"))
-        return Targets(source.weights, set(source.linears), is_tied)
+        return PackableModules(source.weights, set(source.linears), is_tied)
     parameters = source.adapter.source_parameters
     weights = {name.removesuffix(".weight"): name for name, each in parameters.items() if each.packing != "never"}
     linears = {module for module, name in weights.items() if parameters[name].packing == "weights"}
-    return Targets(weights, linears, source.adapter.architecture.tie_word_embeddings)
+    return PackableModules(weights, linears, source.adapter.architecture.tie_word_embeddings)
 
 
 def _scheme_of(module: str, recipe: Recipe, linears: Collection[str]) -> Scheme:
@@ -78,13 +78,14 @@ def _is_meant(pattern: str, module: str, linears: Collection[str]) -> bool:
 
 
 def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
-    """Return the dtypes of matrices that would be stored unquantized, by tensor name, where the dtype changes.
+    """Return the dtype in which matrices are written if they are not packed, by name, if it differs from the present.
 
-    Unquantized matrices are stored in 16 bits: those of a float32 checkpoint become bfloat16, which has the same range,
-    and still run in float32. Vectors, whose size is negligible, and checkpoints of unknown architecture do not change.
+    Unpacked matrices are written in 16 bits: those of a float32 checkpoint become bfloat16, which has the same range,
+    and the model still runs in float32. Vectors, whose size is negligible, and tensors of a checkpoint of unknown
+    architecture keep their dtype.
 
     Args:
-        dtype: dtype to store; by default the checkpoint's own, or bfloat16 if that is float32.
+        dtype: dtype to write; by default the checkpoint's, or bfloat16 if that is float32.
 
     Raises:
         UsageError: `dtype` is given and the architecture is unknown.
@@ -96,7 +97,7 @@ def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = N
                 f"tensors keep their dtype; leave out {option_name('dtype')}"
             )
         return {}
-    own = {name: source.checkpoint.written_dtype(name) for name in find_targets(source).weights.values()}
+    own = {name: source.checkpoint.output_dtype(name) for name in find_packable_modules(source).weights.values()}
     if dtype is None and own[source.adapter.source_name(f"{EMBEDDING}.weight")] == torch.float32:
         dtype = torch.bfloat16
     return {} if dtype is None else {name: dtype for name, kind in own.items() if kind != dtype}
@@ -108,11 +109,11 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a weight that are packed as a module.
+    """A range of a weight's rows that is packed as one module.
 
     Attributes:
         module: name of the module.
-        first, last: first and last (exclusive) row of the weight flattened to [experts * out, in].
+        first, last: first and last (exclusive) row, in the weight flattened to [experts * out, in].
         shape: shape of the module's weight.
     """
 
@@ -122,7 +123,7 @@ class Part:
     shape: tuple[int, ...]
 
     def within(self, first: int, last: int) -> slice:
-        """Return the slice of this part's rows within the block of rows [first, last), relative to `first`."""
+        """Return the rows of this part that are in the weight's rows [first, last), as a slice relative to `first`."""
         return slice(max(self.first, first) - first, min(self.last, last) - first)
 
     def name(self, suffix: str) -> str:
@@ -130,15 +131,15 @@ class Part:
         return self.module + suffix
 
     def outputs(self, scheme: Scheme, dtype: torch.dtype) -> list[OutputTensor]:
-        """Return the tensors to write for a weight that would be written in `dtype` if it were not packed."""
+        """Return the tensors to write for this part; `dtype` is the dtype that it would have if it were not packed."""
         types = packed_types(scheme, dtype)
         return [
             OutputTensor(self.name(suffix), types[suffix], shape)
             for suffix, shape in packed_shapes(self.shape, scheme).items()
         ]
 
-    def once(self, scheme: Scheme) -> Mapping[str, Tensor]:
-        """Return the tensors written once per module, by name, such as the tensor scale.
+    def shared_tensors(self, scheme: Scheme) -> Mapping[str, Tensor]:
+        """Return the tensors that are written once per module, such as the tensor scale, by name.
 
         Args:
             scheme: scheme that is bound to the weight's largest magnitude.
@@ -146,7 +147,7 @@ class Part:
         return {self.name(suffix): data for suffix, data in pack_shared(self.shape, scheme).items()}
 
 
-class MakersExperts(Part):
+class Motif3Experts(Part):
     """Experts in NVFP4 in the layout of Motif-3's official release: codes, block scales, and one multiplier per expert.
 
     Source: MotifTechnologies' vLLM port, tools/motif_nvfp4_quantize_ckpt.py.
@@ -162,20 +163,20 @@ class MakersExperts(Part):
         *rows, above = super().outputs(scheme, dtype)
         return [*rows, OutputTensor(above.name, above.dtype, self.shape[:1])]
 
-    def once(self, scheme: Scheme) -> Mapping[str, Tensor]:
-        """Return one multiplier per expert: the same power of two for all, because of `Magnitudes`' rounding."""
-        ((name, divisor),) = super().once(scheme).items()
+    def shared_tensors(self, scheme: Scheme) -> Mapping[str, Tensor]:
+        """Return one multiplier per expert: the same power of two for all, since `Magnitudes` rounds them so."""
+        ((name, divisor),) = super().shared_tensors(scheme).items()
         return {name: divisor.reciprocal().expand(self.shape[0]).contiguous()}
 
 
 def whole(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return a weight as one module."""
+    """Return a whole weight as the only part."""
     return (Part(module, 0, math.prod(shape[:-1]), shape),)
 
 
-def as_makers_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return stacked experts as one module in the layout of Motif-3's official release."""
-    return (MakersExperts(module, 0, math.prod(shape[:-1]), shape),)
+def as_motif3_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return stacked experts as the only part, in the layout of Motif-3's official release."""
+    return (Motif3Experts(module, 0, math.prod(shape[:-1]), shape),)
 
 
 def split_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:

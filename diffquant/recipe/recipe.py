@@ -66,12 +66,12 @@ class Recipe:
     def __post_init__(self) -> None:
         of_text = "to read text use Recipe.of(weights='4:g32', overrides={'*.mlp.*': 8}, rounding='mse')"
         if not isinstance(self.overrides, Mapping) or not isinstance(self.rounding, RoundingSettings):
-            raise UsageError(f"a Recipe's overrides are a mapping and its rounding RoundingSettings; {of_text}")
+            raise UsageError(f"a Recipe takes overrides as a mapping, and rounding as RoundingSettings; {of_text}")
         schemes = [(target, target, getattr(self, target)) for target in TARGETS]
         schemes += [(target_of(pattern), f"override {pattern!r}", each) for pattern, each in self.overrides.items()]
         for target, what, scheme in schemes:
             if not isinstance(scheme, Scheme):
-                raise UsageError(f"a Recipe takes Schemes, but {what} is {scheme!r}; {of_text}")
+                raise UsageError(f"a Recipe takes Scheme objects, but {what} is {scheme!r}; {of_text}")
             if reason := refusal(target, scheme, what):
                 raise UsageError(reason)
         if type(self.residual) is not int:
@@ -95,9 +95,10 @@ class Recipe:
         pv: str | int = 16,
         activations: str | int = 16,
     ) -> "Recipe":
-        """Make a recipe from schemes' text forms; `kv` is used for `k` or `v` if that is not given.
+        """Make a recipe from schemes that are written as text, such as "4:g32".
 
         Args:
+            kv: scheme of `k` and of `v`, for each of them that is None.
             rounding: a rounding's name, or a mapping as `RoundingSettings.parse` reads it.
         """
         schemes = {"weights": weights, "kv": kv, "k": k, "v": v, "logits": logits, "qk": qk, "p": p, "pv": pv}
@@ -134,11 +135,12 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> "Recipe":
-        """Invert `to_dict`; `kv` is used for `k` or `v` if that is not given.
+        """Make a recipe from plain data, such as `to_dict` returns.
 
         Args:
-            entries: the recipe's attributes. The entry `like` names a published kernel, which sets those of `qk`, `p`
-                and `pv` that are not given.
+            entries: the recipe's attributes by name, with schemes as text. The entry `kv` stands for `k` and `v`. The
+                entry `like` names a published kernel of `presets.LIKE`, whose schemes of `qk`, `p` and `pv` are used.
+                In both cases an attribute that is given itself takes precedence.
 
         Raises:
             UsageError: a key is unknown (the message suggests the nearest), or a scheme is malformed.
@@ -186,7 +188,10 @@ class Recipe:
             raise UsageError(f"recipe {path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data: schemes as text, residual and overrides. Default operands and rounding are left out."""
+        """Return the recipe as plain data, with schemes as text.
+
+        `qk`, `p`, `pv` and `activations` are left out if they are not quantized, and `rounding` if it is the default.
+        """
         schemes = {target: getattr(self, target) for target in TARGETS}
         stated = {target: str(s) for target, s in schemes.items() if s.quantizes or target not in UNSAID}
         rounding = {} if self.rounding == NEAREST else {"rounding": self.rounding.to_plain()}
@@ -216,7 +221,7 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def weight_scheme(self, module: str) -> Scheme:
-        """Return the scheme of a linear layer's weight, by the module's full name without ".weight"."""
+        """Return the scheme of a linear layer's weight, given the layer's full name without ".weight"."""
         for pattern, scheme in self.weight_overrides.items():
             if fnmatchcase(module, pattern):
                 return scheme
@@ -227,16 +232,20 @@ class Recipe:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 
     def input_scheme(self, module: str) -> Scheme:
-        """Scheme of the input of a module whose weight is quantized, by its full name."""
+        """Return the scheme of the input of a module with a quantized weight, given the module's full name."""
         return self._scheme_of("activations", f"{module}.activations")
 
     def at_layer(self, layer: int) -> "Recipe":
-        """Return this recipe for one layer: its overrides are applied, and those of `LAYER_TARGETS` removed."""
+        """Return this recipe for one layer: overrides that match the layer are applied, and only those of weights kept.
+
+        Args:
+            layer: index of the layer, from 0.
+        """
         of_layer = {target: self._scheme_of(target, layer_name(target, layer)) for target in LAYER_TARGETS}
         return replace(self, **of_layer, overrides=self.weight_overrides)  # type: ignore[arg-type]
 
     def schemes_of(self, target: str) -> set[Scheme]:
-        """Return all schemes that layers, or inputs, may have for a target other than "weights"."""
+        """Return all schemes of a target other than "weights": the recipe's own and those of overrides."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
     @property
@@ -245,12 +254,12 @@ class Recipe:
         return {*(getattr(self, target) for target in TARGETS), *self.overrides.values()}
 
     def rounds(self, *targets: str) -> bool:
-        """Return whether any layer rounds one of these targets other than "weights"."""
+        """Return whether any of the given targets, which must not include "weights", is quantized in any layer."""
         return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
 
     @property
     def rounds_maps_of_layers(self) -> set[bool]:
-        """Contains True if some layer rounds its maps (logits or p), and False if some layer does not."""
+        """Whether layers round their attention maps (`logits` or `p`): {True}, {False}, or both if layers differ."""
         logits, weights = ({s.quantizes for s in self.schemes_of(target)} for target in ("logits", "p"))
         return {a or b for a in logits for b in weights}
 
@@ -270,14 +279,14 @@ class Recipe:
             layers: numbers of the layers that have each target.
 
         Raises:
-            UsageError: some match no layer; the message lists them.
+            UsageError: an override matches no layer; the message lists all of these overrides.
         """
         names = [layer_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
         patterns = [pattern for pattern in self.overrides if target_of(pattern) in LAYER_TARGETS]
         unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if unmatched:
             raise UsageError(
-                f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to {names[-1]}"
+                f"overrides {', '.join(map(repr, unmatched))} match no layer; the model has {names[0]} to {names[-1]}"
             )
 
     def _scheme_of(self, target: str, name: str) -> Scheme:
@@ -285,7 +294,7 @@ class Recipe:
         return next(matches, getattr(self, target))
 
     def with_weights_of(self, other: "Recipe") -> "Recipe":
-        """Return this recipe with the weight schemes and rounding of another."""
+        """Return this recipe with the weight schemes and the rounding of another recipe."""
         own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
         return replace(self, weights=other.weights, overrides=own | other.weight_overrides, rounding=other.rounding)
 

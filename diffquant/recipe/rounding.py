@@ -18,8 +18,8 @@ class RoundingSettings:
 
     Attributes:
         name: name of a registered rounding, see `quantization.roundings`; checked when a checkpoint is opened.
-        text: calibration data for a rounding with `needs_text`: one or more sources as `checkpoints.calibration`
-            defines them. Files are relative to the working directory. The bundled text by default.
+        text: calibration data, for a rounding that reads any: one or more sources in the form that `read_calibration`
+            accepts. Files are relative to the working directory. The bundled text by default.
         tokens: number of tokens to read; by default the rule decides.
         window: number of tokens in each sequence of calibration data; by default the rule decides.
         inputs: the layer inputs that weights are rounded for: "rounded" are computed with the earlier layers already
@@ -50,20 +50,20 @@ class RoundingSettings:
         several = self.text if isinstance(self.text, tuple) and self.text else (self.text,)
         if not isinstance(self.name, str) or not (self.text is None or all(isinstance(each, Path) for each in several)):
             raise UsageError(
-                f"rounding: a name and the Path of a text are needed, got {self.name!r} and {self.text!r}; "
-                "RoundingSettings.parse reads plain data"
+                f"rounding: name must be a string, and text a Path or a tuple of Paths, got {self.name!r} and "
+                f"{self.text!r}; to read plain data use RoundingSettings.parse"
             )
         if self.imatrix is not None and not isinstance(self.imatrix, Path):
             raise UsageError(f"rounding: imatrix must be the Path of a file, got {self.imatrix!r}")
         for what, number in (("tokens", self.tokens), ("window", self.window)):
             if number is not None and (type(number) is not int or number < 2):
-                raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")
+                raise UsageError(f"rounding: {what} must be a whole number, 2 or more, got {number!r}")
         if self.samples is not None and (type(self.samples) is not int or self.samples < 1):
-            raise UsageError(f"rounding: samples must be a number of 1 or more, got {self.samples!r}")
+            raise UsageError(f"rounding: samples must be a whole number, 1 or more, got {self.samples!r}")
         if self.samples is not None and self.tokens is not None:
             raise UsageError("rounding: samples and tokens both set how much is read; give only one")
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
-            raise UsageError(f"rounding: seed must be a number of 0 or more, got {self.seed!r}")
+            raise UsageError(f"rounding: seed must be a whole number, 0 or more, got {self.seed!r}")
         for what, choices in ROUNDING_OPTIONS.items():
             if (choice := getattr(self, what)) not in (None, *choices):
                 raise UsageError(f"rounding: {what} must be {' or '.join(choices)}, got {choice!r}")
@@ -88,7 +88,7 @@ class RoundingSettings:
         text = entry.get("text")
         several: list[Any] = text if isinstance(text, list) and text else [text]
         if text is not None and not all(isinstance(each, str) for each in several):
-            raise UsageError(f"rounding: text must be the name of a file or dataset, or a list of such, got {text!r}")
+            raise UsageError(f"rounding: text must be the name of a file or dataset, or a list of names, got {text!r}")
         file = entry.get("imatrix")
         if not (file is None or isinstance(file, str)):
             raise UsageError(f"rounding: imatrix must be the name of a file, got {file!r}")
@@ -96,7 +96,7 @@ class RoundingSettings:
 
     @property
     def options(self) -> dict[str, str | int]:
-        """The options that were given, by name."""
+        """The given settings that do not select calibration data, by name."""
         named = {name: given for name in (*ROUNDING_OPTIONS, "seed") if (given := getattr(self, name)) is not None}
         return named if self.imatrix is None else named | {"imatrix": str(self.imatrix)}
 
@@ -121,7 +121,7 @@ class RoundingSettings:
 
 
 def to_sources(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
-    """Return sources of calibration data as `RoundingSettings.text` stores them: one, several, or None."""
+    """Return sources of calibration data in the form of `RoundingSettings.text`: None, a Path, or a tuple of Paths."""
     several = tuple(map(Path, sources))
     return several if len(several) > 1 else next(iter(several), None)
 

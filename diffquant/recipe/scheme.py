@@ -27,8 +27,8 @@ class Transform:
         name: name in a scheme: "shift" in "4:row:shift".
         targets: targets of a recipe that support it.
         reason: clause that explains why only these targets support it, appended to their names in an error.
-        excludes: transforms and granularities that it cannot be combined with, or "uneven levels" for formats with
-            such.
+        excludes: transforms and granularities that it cannot be combined with, or "uneven levels" for all formats
+            that are not `has_integer_levels`.
         reads: tokens that one token's result depends on: only itself, its whole sequence, or a fixed tile of tokens
             that starts at a multiple of the tile's length.
     """
@@ -40,7 +40,7 @@ class Transform:
     reads: Literal["token", "sequence", "tile"] = "token"
 
     def refusal(self, target: str) -> str | None:
-        """Explain why a target does not support this transform, or return None if it does or is "" (unknown)."""
+        """Explain why a target does not support this transform; return None if it does, or if it is "" (unknown)."""
         if target in ("", *self.targets):
             return None
         return f"{self.name} is for {' and '.join(self.targets)}, {self.reason}; leave it out"
@@ -90,7 +90,7 @@ class Scheme:
             )
         if not self.format.quantizes:
             if self.sharing != UNSHARED or self.transforms:
-                raise UsageError("16 bits means not quantized and takes no granularity")
+                raise UsageError("16 bits means not quantized and takes no granularity; leave it out")
             return
         if self.format.block and self.sharing != Sharing("group", self.format.block):
             name = self.format.name
@@ -98,7 +98,7 @@ class Scheme:
         if self.sharing == UNSHARED:
             raise UsageError(f"{self.format.name} needs a granularity, such as {self.format.name}:row")
         names = (each.name for each in self.transforms)
-        beside = {*names, self.granularity, "" if self.format.is_even else "uneven levels"}
+        beside = {*names, self.granularity, "" if self.format.has_integer_levels else "uneven levels"}
         for each in self.transforms:
             if others := [other for other in each.excludes if other in beside]:
                 raise UsageError(f"{each.name} and {others[0]} cannot be combined in {self}; leave out one")
@@ -111,11 +111,11 @@ class Scheme:
             text: `FORMAT[:GRANULARITY][:TRANSFORM]...`. FORMAT is 2 to 8 for integers with that many bits, 16, or the
                 name of another format such as nvfp4.
             default: granularity if the text has none.
-            target: the target, if known. For "weights" a row may be written "channel". For "k", "v", "logits", "qk",
-                "p" and "pv" it may be written "token".
+            target: the target that is quantized, such as "weights", or "" if unknown. It decides what the granularities
+                "channel" and "token" mean, see `Sharing.parse`.
 
         Raises:
-            UsageError: the text is not a scheme, or "channel" or "token" does not fit the target.
+            UsageError: the text is not a scheme, or the target does not support its transform, "channel" or "token".
         """
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_grammar(target)}")
@@ -147,7 +147,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Width of the codes of an integer format; 16 if not quantized.
+        """Number of bits of an integer format's codes; 16 if not quantized.
 
         Raises:
             UsageError: the format is not an integer format.
@@ -161,7 +161,7 @@ class Scheme:
 
     @property
     def size(self) -> int | None:
-        """Size in a granularity such as g32, or None if it has no size."""
+        """The number in a granularity such as g32, or None if the granularity has none."""
         return self.sharing.size
 
     def has(self, transform: str) -> bool:
@@ -170,7 +170,7 @@ class Scheme:
 
     @property
     def by_token(self) -> bool:
-        """Whether no scale and no transform spans tokens."""
+        """Whether no scale and no transform is computed from several tokens."""
         return self.sharing.by_token and all(each.reads == "token" for each in self.transforms)
 
     @property
@@ -184,9 +184,13 @@ class Scheme:
         )
         return self.format.name + granularity if self.quantizes else self.format.name
 
-    def bound_to(self, largest: "Tensor") -> "Scheme":
-        """Return this scheme with the tensor scale of one weight, whose largest magnitude is float32 [1]."""
-        return replace(self, format=self.format.bound_to(largest))
+    def with_tensor_scale(self, largest: "Tensor") -> "Scheme":
+        """Return this scheme for one weight, as `NumberFormat.with_tensor_scale` adapts the format.
+
+        Args:
+            largest: float32 [1], the weight's largest magnitude.
+        """
+        return replace(self, format=self.format.with_tensor_scale(largest))
 
 
 def _grammar(target: str) -> str:
@@ -213,6 +217,8 @@ def _meaning_of(name: str) -> str:
     known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
     if known is None:
         return ""
+    if name.startswith("nf"):
+        return f"{name} is not supported; the nearest is {option_name('weights', f'{known[1]}:g32')}; "
     return f"{known[1]}-bit weights with 16-bit activations are {option_name('weights', f'{known[1]}:g32')} here; "
 
 

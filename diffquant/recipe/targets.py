@@ -20,18 +20,24 @@ _OF_ACTIVATIONS = (*map(str, range(2, 9)), "e4m3", "nvfp4")
 
 
 def target_of(pattern: str) -> str:
-    """Return the target of an override: its last part if that is a target, otherwise "weights"."""
+    """Return the target that an override's pattern sets: the part after the last dot if it is one, else "weights"."""
     last = pattern.rsplit(".", 1)[-1]
     return last if last in TARGETS else "weights"
 
 
 def layer_name(target: str, layer: int) -> str:
-    """Return the name of a layer's target that override patterns match, such as "model.layers.3.self_attn.k"."""
+    """Return the name that patterns of overrides must match for a layer: "model.layers.3.self_attn.k" for "k" and 3."""
     return f"model.layers.{layer}.self_attn.{target}"
 
 
 def parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
-    """Parse each override's scheme for the target of its pattern."""
+    """Parse overrides, given as a mapping from name patterns to schemes as text.
+
+    The target of a pattern (see `target_of`) decides which schemes are allowed, and their default granularity.
+
+    Raises:
+        UsageError: this is not such a mapping, or a scheme is malformed.
+    """
     if not isinstance(overrides, Mapping):
         raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
     unnamed = [pattern for pattern in overrides if not isinstance(pattern, str)]
@@ -41,7 +47,14 @@ def parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
 
 
 def parse_for(target: str, text: str | int, what: str | None = None) -> Scheme:
-    """Parse a target's scheme, with the target's default granularity. Errors begin with `what`."""
+    """Parse the scheme of a target, which has the target's default granularity if the text has none.
+
+    Args:
+        what: words that the message of an error begins with; by default the target.
+
+    Raises:
+        UsageError: the text is not a scheme of this target.
+    """
     try:
         return Scheme.parse(text, DEFAULT_GRANULARITY[target], target)
     except UsageError as error:
@@ -49,7 +62,11 @@ def parse_for(target: str, text: str | int, what: str | None = None) -> Scheme:
 
 
 def refusal(target: str, scheme: Scheme, what: str | None = None) -> str | None:
-    """Explain why a target does not support a scheme, or return None if it does. The text begins with `what`."""
+    """Explain why a target does not support a scheme, or return None if it does.
+
+    Args:
+        what: words that the explanation begins with; by default the target.
+    """
     what = what or target
     if scheme.quantizes and (reason := scheme.sharing.refusal(target)):
         return f"{what} {reason}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, cast
 
-from diffquant.checkpoints.compressed_config import read_schemes, records_activations, states_cache
+from diffquant.checkpoints.compressed_config import has_input_schemes, has_kv_cache_scheme, read_schemes
 from diffquant.checkpoints.compressed_tensors import SCALE
 from diffquant.checkpoints.dequantized import DequantizedCheckpoint
 from diffquant.checkpoints.opening import open_checkpoint
@@ -161,7 +161,7 @@ def plan_server(
     command += ["--tensor-parallel-size", str(ranks)]
     cache = choose_cache(config, cache, memory is None)
     command += ["--kv-cache-dtype", cache]
-    if cache == AUTO and states_cache(config):
+    if cache == AUTO and has_kv_cache_scheme(config):
         command += ["--hf-overrides", json.dumps(without_cache_scheme(config))]
     if adapter is not None and ranks > 1:
         check_ranks(config, adapter, ranks, implementation)
@@ -300,7 +300,7 @@ def _environment(implementation: Implementation) -> dict[str, str]:
 
 def _activation_notes(config: Mapping[str, Any], on_cpu: bool) -> list[str]:
     """Return what vLLM computes of a folder's rounded activations, where it is not what diffquant computes."""
-    if not records_activations(config):
+    if not has_input_schemes(config):
         return []
     if config["quantization_config"]["format"] == INT_QUANTIZED:
         return ["vLLM rounds activations with scales of absmax / 127, diffquant and transformers with absmax / 127.5"]

@@ -79,14 +79,16 @@ def check_device(device: str) -> None:
     """Check that a device can be used.
 
     Raises:
-        UsageError: torch does not know the name, or the device does not exist.
+        UsageError: torch does not know the name, or finds no such CUDA device.
     """
     try:
-        kind = torch.device(device).type
+        named = torch.device(device)
     except RuntimeError as error:
         raise UsageError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from error
-    if kind == "cuda" and not torch.cuda.is_available():
+    if named.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"no device {device!r}: torch finds no CUDA device; use {option_name('device', 'cpu')}")
+    if named.type == "cuda" and (named.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"no device {device!r}: torch finds {torch.cuda.device_count()} CUDA devices")
 
 
 # Rows and columns of the timed matrices; a product takes some milliseconds.

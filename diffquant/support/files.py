@@ -242,20 +242,20 @@ LARGEST = 1 << 28
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 
 
-def find_stored(file: Path) -> Path:
+def find_file_or_xz(file: Path) -> Path:
     """Return the file, or NAME.xz if only that exists."""
     compressed = file.with_name(f"{file.name}.xz")
     return compressed if compressed.is_file() and not file.exists() else file
 
 
-def read_stored_text(file: Path) -> str:
+def read_text_or_xz(file: Path) -> str:
     """Read the text of a file, or of its NAME.xz if only that exists.
 
     Raises:
         OSError: neither can be read.
         ValueError: it is not UTF-8, damaged, or compressed and larger than 256 MiB.
     """
-    there = find_stored(file)
+    there = find_file_or_xz(file)
     return (read_expanded(there) if there.suffix == ".xz" else read_bytes(there)).decode()
 
 

@@ -83,13 +83,17 @@ def _version(module: str) -> tuple[str, str]:
     return module, hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
+# Folders of a checkout whose code can change a result.
+_MEASURED = ("diffquant", "export", "calib", "bench", "research")
+
+
 @cache
 def commit() -> str | None:
     """Return the commit of the checkout that this package runs from, with "+changes" if sources differ.
 
     An installed wheel has no checkout; the result is then None.
     """
-    sources = [*(f":(top){pattern}" for pattern in ("*.py", "*.cc", "*.h")), ":(top,exclude)tests"]
+    sources = [f":(top){folder}/*.{suffix}" for folder in _MEASURED for suffix in ("py", "cc", "h")]
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     head = _git("rev-parse", "HEAD")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from diffquant.support.files import find_stored
+from diffquant.support.files import find_file_or_xz
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
 
@@ -41,7 +41,7 @@ def compare(before: Before, after: After) -> "ComparisonReport | str":
     """
     from diffquant.measure.sweep.compare import compare as compare_sources
 
-    benches = [find_stored(path / _BENCH if path.is_dir() else path) for path in (Path(before), Path(after))]
+    benches = [find_file_or_xz(path / _BENCH if path.is_dir() else path) for path in (Path(before), Path(after))]
     if all(file.is_file() and file.name.startswith(_BENCH) for file in benches):
         from diffquant.benchmarks.cells import read_result, summarize_changes
 

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.kinds import check_arguments, to_paths
 from diffquant.verbs.notes import check_push, push_folder
 
 if TYPE_CHECKING:
     from diffquant.quantization.conversion import Conversion
 
-Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "rotated"])]
+Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "rotated", "smoothed"])]
 
 
 @check_arguments
@@ -20,6 +20,7 @@ def convert(
     to: Kind,
     *,
     dtype: kinds.StoredDtype | None = None,
+    text: kinds.Texts | None = None,
     push: kinds.Push | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -32,11 +33,13 @@ def convert(
     Args:
         model, push, overwrite: see `quantize`.
         output: folder to create; written atomically.
-        to: target kind: diffllama (from unilm's V1), diff-v2 (from llama), or rotated (from any Transformer of the
-            family), which spreads outlier channels before `quantize`.
+        to: target kind: diffllama (from unilm's V1), diff-v2 (from llama), or, from any Transformer of the family and
+            before `quantize`: rotated, which spreads outlier channels, or smoothed, which moves them into the weights
+            for 8-bit activations (SmoothQuant).
         dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, bfloat16 for a GGUF file's
             quantized weights, or float32 for rotated ones. Vectors (norms, λ, biases that are not rotated) keep their
             dtype.
+        text: text by which inputs are smoothed; see `quantize`.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Returns:
@@ -46,9 +49,11 @@ def convert(
         DiffQuantError: the checkpoint or the output cannot be used, or there is no exact conversion to this kind.
     """
     from diffquant.quantization.conversion import convert as write
+    from diffquant.recipe.rounding import to_sources
 
     check_push(push)
     shown = progress or progress_for("convert")
-    report = write(model, output, to, dtype=dtype, overwrite=overwrite, progress=shown)
+    sources = to_sources(to_paths(text or ()))
+    report = write(model, output, to, dtype=dtype, text=sources, overwrite=overwrite, progress=shown)
     push_folder(output, push)
     return report

@@ -127,10 +127,18 @@ def _compare(sides: "list[Side]", chunks: "Tensor", about: JsonObject, progress:
 
     comparison = compare(sides[0], sides[1], chunks, progress)
     reference, candidate = ({"name": side.name, **side.about()} for side in sides)
+    if _is_packed(reference) and not _is_packed(candidate):
+        notes.say("note: the reference has quantized weights and the candidate has not; are they exchanged?")
     if candidate["kind"] == "checkpoint":
         targets = chunks[:, -count_scored_positions(chunks.shape[1]) :].tolist()
         about["calibration"] = calibration_note(open_source(candidate["name"]), targets)
     return Fidelity.of(comparison, reference, candidate, about, {**provenance(), "versions": versions()})
+
+
+def _is_packed(side: JsonObject) -> bool:
+    from diffquant.checkpoints.source import open_source
+
+    return side["kind"] == "checkpoint" and bool(open_source(side["name"]).packed)
 
 
 def _open(place: str, top_k: int, dtype: str, device: str) -> "Side":
@@ -182,7 +190,7 @@ def _chunks(
     from diffquant.checkpoints.texts import load_text, text_digest
     from diffquant.measure.fidelity import cut_chunks
     from diffquant.measure.fidelity.base_file import count_scored_positions
-    from diffquant.measure.fidelity.result import parts_of
+    from diffquant.measure.fidelity.result import count_parts
 
     about: JsonObject
     longest = {side.name: side.longest for side in sides if side.longest is not None}
@@ -208,6 +216,6 @@ def _chunks(
         "context": length,
         "chunks": count,
         "scored": count * count_scored_positions(length),
-        "parts": parts_of(count),
+        "parts": count_parts(count),
     }
     return chunks, about

@@ -17,7 +17,7 @@ from diffquant.support.progress import Progress, format_duration, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, to_path, to_paths
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
-from diffquant.verbs.recipes import choose_gptq_if_quick, choose_supported_rounding, shrink_groups
+from diffquant.verbs.recipes import choose_gptq_if_small, choose_supported_rounding, shrink_groups
 
 if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
@@ -80,11 +80,11 @@ def quantize(
             model-int4, in the current folder. In Python leave it out if the model is in memory.
         recipe: a weight scheme such as "4:g32", a mapping such as {"weights": "4:g32", "kv": 8}, the name of a preset
             such as "int4", the path of a YAML file, or a `Recipe`, which describes the entries. The default is int4
-            with rounding gptq if that takes less than 20 minutes here, otherwise mse.
-        rounding: rule that rounds weights. mse, the default, searches the scale with the smallest squared error.
-            nearest computes the scale from the largest magnitude; it is the default of recipe files, and of formats
-            that mse does not support. gptq also compensates errors on calibration data. tuned continues with gradient
-            descent and takes several times as long. In Python also a mapping, as in a recipe.
+            with rounding gptq for up to a billion weights, otherwise mse.
+        rounding: rule that rounds weights. mse, the default with a given recipe, searches the scale with the smallest
+            squared error. nearest computes the scale from the largest magnitude; it is the default of recipe files,
+            and of formats that mse does not support. gptq also compensates errors on calibration data. tuned continues
+            with gradient descent and takes several times as long. In Python also a mapping, as in a recipe.
         effort: choose the rule by its running time, instead of `rounding`: fast is mse, balanced gptq, best tuned.
         text: calibration data, as SOURCE or SOURCE=WEIGHT, also called dataset: a file of plain text, a JSONL file with
             texts or with messages of chats, a dataset as ORG/NAME[:CONFIG][:SPLIT], or its folder. Chats are formatted
@@ -159,8 +159,8 @@ def quantize(
     if recipe is None or (isinstance(recipe, str) and recipe in PRESETS):
         wanted = shrink_groups(source, wanted)
     if is_open:
-        wanted = choose_supported_rounding(source, choose_gptq_if_quick(source, wanted) if recipe is None else wanted)
-    _note_what_is_missing(source, wanted, asks_for_weights)
+        wanted = choose_supported_rounding(source, choose_gptq_if_small(source, wanted) if recipe is None else wanted)
+    _note_what_is_missing(source, wanted, asks_for_weights, is_open and recipe is not None)
     shown = progress or progress_for("quantize")
 
     def tell(plan: "QuantizationPlan") -> None:
@@ -235,13 +235,20 @@ def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | No
     return EFFORTS[effort]
 
 
-def _note_what_is_missing(source: "Source | WeightSource", recipe: Recipe, asks_for_weights: bool) -> None:
-    """Print a note if no weight is quantized, or if the folder will have no tokenizer."""
+def _note_what_is_missing(
+    source: "Source | WeightSource", recipe: Recipe, asks_for_weights: bool, is_rule_open: bool
+) -> None:
+    """Print a note if no weight is quantized, a better rule was not asked for, or the folder will have no tokenizer."""
     from diffquant.checkpoints.tokenizer import has_tokenizer
 
     is_plain = not any(scheme.quantizes for scheme in (recipe.weights, *recipe.weight_overrides.values()))
     if is_plain and not source.packed and not asks_for_weights:
-        say("note: no weight is quantized; this recipe's cache and logits apply only when diffquant runs the folder")
+        say(
+            f"note: no weight is quantized, because the recipe has none: add {option_name('weights', '4:g32')}; its "
+            "cache and logits apply only when diffquant runs the folder"
+        )
+    elif is_rule_open and recipe.rounding.name == "mse" and not source.packed and has_tokenizer(source.path):
+        say(f"note: rounding by mse; {option_name('effort', 'balanced')} is more accurate and reads a text")
     if not has_tokenizer(source.path):
         say(
             f"note: {source.path} has no tokenizer, which reading or generating text needs: copy tokenizer.json into it"
@@ -264,8 +271,8 @@ def _open(
 ) -> "Source | WeightSource":
     """Open the checkpoint as a known model, or as weights by name if asked or if the model is unknown."""
     from diffquant.checkpoints.source import Source, open_source
-    from diffquant.checkpoints.weight_source import WeightRules, WeightSource, open_weights
-    from diffquant.model.adapters import is_read
+    from diffquant.checkpoints.weight_source import PackingRules, WeightSource, open_weights
+    from diffquant.model.adapters import has_adapter
 
     if isinstance(model, Source | WeightSource):
         return model
@@ -274,12 +281,13 @@ def _open(
             return open_source(model)
         except UnknownModelTypeError as error:
             say(f"note: {error}; its weights are chosen by name")
-    source = open_weights(model, WeightRules.read(None if rules_file is None else Path(rules_file), keep))
-    if (keep or rules_file) and not weights_only and is_read(source.checkpoint.config):
+    source = open_weights(model, PackingRules.read(None if rules_file is None else Path(rules_file), keep))
+    if (keep or rules_file) and not weights_only and has_adapter(source.checkpoint.config):
         asked = option_name("keep" if keep else "weight_rules")
         say(
-            f"note: {asked} chooses weights by name, as for an unknown architecture: the folder gets no modelling file "
-            f"and no cache scheme; for this {source.model_type} {option_name('overrides', 'PATTERN=16')} keeps some"
+            f"note: with {asked} weights are chosen by name, as for an unknown architecture, so the folder gets no "
+            f"modelling file and no cache scheme. diffquant supports {source.model_type}: to keep some weights at 16 "
+            f"bits use {option_name('overrides', 'PATTERN=16')} instead"
         )
     return source
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Options that name a recipe, or its operands, as a whole.
 _WHOLE = ("recipe", "preset", "like")
-# Longest time in seconds for which gptq is chosen automatically.
-PATIENCE = 20 * 60
+# Largest number of weights for which gptq is chosen automatically: 20 minutes of two fast cores by default.
+GPTQ_WEIGHTS = 10**9
 # Smaller groups spend more bits on scales than they gain, so such a weight has one scale per output channel.
 SMALLEST_GROUP = 8
 
@@ -110,9 +110,9 @@ def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
 
 def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     """Return a preset's recipe with smaller groups for weights whose width is not a multiple of its group size."""
-    from diffquant.quantization.targets import find_targets
+    from diffquant.quantization.targets import find_packable_modules
 
-    targets, smaller = find_targets(source), dict[str, Scheme]()
+    targets, smaller = find_packable_modules(source), dict[str, Scheme]()
     for module, scheme in ({} if source.packed else targets.schemes(recipe)).items():
         width = source.checkpoint.tensors[targets.weights[module]].shape[-1]
         if scheme.size and width % scheme.size:
@@ -124,8 +124,8 @@ def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     return replace(recipe, overrides=smaller | dict(recipe.overrides))
 
 
-def choose_gptq_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
-    """Return the recipe with gptq if it takes at most `PATIENCE` seconds or calibration data is given."""
+def choose_gptq_if_small(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
+    """Return the recipe with gptq if at most `GPTQ_WEIGHTS` weights are rounded or calibration data is given."""
     from diffquant.checkpoints.source import Source
     from diffquant.checkpoints.tokenizer import has_tokenizer
     from diffquant.quantization.plan import plan_quantization
@@ -137,10 +137,10 @@ def choose_gptq_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Rec
     has_imatrix = recipe.rounding.imatrix is not None
     if has_imatrix or not isinstance(source, Source) or source.packed or not has_tokenizer(source.path):
         return recipe
-    seconds = estimate_seconds(source, plan_quantization(source, by_gptq))
-    if seconds <= PATIENCE:
+    plan = plan_quantization(source, by_gptq)
+    if sum(tensor.elements for tensor in plan.packed) <= GPTQ_WEIGHTS:
         return by_gptq
-    duration = format_duration(seconds)
+    duration = format_duration(estimate_seconds(source, plan))
     say(f"note: rounding by mse; {option_name('effort', 'balanced')} is more accurate and takes about {duration}")
     return recipe
 
@@ -148,9 +148,9 @@ def choose_gptq_if_quick(source: "Source | WeightSource", recipe: Recipe) -> Rec
 def choose_supported_rounding(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     """Return the recipe, with rounding nearest and a note if its rounding does not support its schemes."""
     from diffquant.quantization.roundings import checked_rounding
-    from diffquant.quantization.targets import find_targets
+    from diffquant.quantization.targets import find_packable_modules
 
-    schemes = {} if source.packed else find_targets(source).schemes(recipe)
+    schemes = {} if source.packed else find_packable_modules(source).schemes(recipe)
     if not schemes:
         return replace(recipe, rounding=NEAREST)
     try:

@@ -9,7 +9,7 @@ from typing import Annotated
 from diffquant.errors import UsageError
 from diffquant.reports.page import Report, Section, page
 from diffquant.reports.tables import Link, Table
-from diffquant.support.files import find_stored, write_atomically
+from diffquant.support.files import find_file_or_xz, write_atomically
 from diffquant.support.outputs import check_written_file
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, to_path, to_paths
@@ -107,7 +107,7 @@ def _relative(target: Path, page_file: Path) -> str:
 
 
 def _beside(folder: Path, *names: str) -> list[str]:
-    files = [find_stored(folder / name) for name in names]
+    files = [find_file_or_xz(folder / name) for name in names]
     return [file.name for file in files if file.is_file()] + sorted(file.name for file in folder.glob("*.png"))
 
 

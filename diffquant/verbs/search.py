@@ -73,7 +73,7 @@ def search(
     from diffquant.calib.search.allocation import Budget
     from diffquant.calib.search.outputs import check_same_search, check_search_output, write_search
     from diffquant.calib.search.search import Search
-    from diffquant.calib.search.tensor_types import check_kinds, check_lines_output, check_widths
+    from diffquant.calib.search.tensor_types import check_kinds, check_types_output, check_widths
     from diffquant.calib.search.tensor_types import tensor_types as llama_cpp_types
     from diffquant.support.files import write_atomically
 
@@ -82,7 +82,7 @@ def search(
     device = choose_device(device)
     if lines is not None:
         check_widths(split_texts(targets), parse_widths(bits))
-        check_lines_output(lines, folder)
+        check_types_output(lines, folder)
     check_search_output(str(wanted), folder)
     run = Search(
         model,

@@ -56,7 +56,7 @@ class ManyShot(Task):
 
         parts = _NAME.fullmatch(name)
         if parts is None:
-            raise cls.misread(name, "many-shot:48 or :all:5")
+            raise cls.make_name_error(name, "many-shot:48 or :all:5")
         shots, draws = parts.groups(default="1")
         plan = ManyShotPlan(None if shots == "all" else int(shots), int(draws))
         return cls.of_plan(name, plan, values, batch_tokens)

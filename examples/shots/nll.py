@@ -171,7 +171,7 @@ class Nll(Task):
         from diffquant.checkpoints.texts import load_text
 
         if name != cls.kind:
-            raise cls.misread(name)
+            raise cls.make_name_error(name)
         window = WINDOW.of(values)
         if window < 2:
             raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")
@@ -263,7 +263,7 @@ def score_positions(
         progress(min(first + rows, len(windows)) * window, windows.numel(), "reading")
     require_finite(nll)
     both = zip(windows.tolist(), targets.tolist(), strict=True)
-    return nll, torch.tensor([find_recalls([*seen, wanted[-1]]) for seen, wanted in both])
+    return nll, torch.tensor([find_repeated_bigrams([*seen, wanted[-1]]) for seen, wanted in both])
 
 
 def cumulative_means(nll: "Tensor") -> "tuple[list[int], Tensor]":
@@ -281,7 +281,7 @@ def cumulative_means(nll: "Tensor") -> "tuple[list[int], Tensor]":
     return positions, means[:, [position - 1 for position in positions]]
 
 
-def find_recalls(ids: Sequence[int]) -> list[bool]:
+def find_repeated_bigrams(ids: Sequence[int]) -> list[bool]:
     """Find tokens after the first that complete a bigram which occurred earlier."""
     seen: set[tuple[int, int]] = set()
     hits = []

@@ -40,7 +40,7 @@ class ShotOrder(ManyShot):
 
         parts = _NAME.fullmatch(name)
         if parts is None:
-            raise cls.misread(name, "shot-order:48:10 or shot-order:48:10:alternate")
+            raise cls.make_name_error(name, "shot-order:48:10 or shot-order:48:10:alternate")
         shots, orders, alternate = parts.groups()
         plan = OrderPlan(int(shots), int(orders or _ORDERS), alternates=alternate is not None)
         return cls.of_plan(name, plan, values, batch_tokens)

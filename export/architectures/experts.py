@@ -22,7 +22,9 @@ from diffquant.onnx.graph.streaming import Streamed
 
 
 def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor, is_transposed: bool) -> str:
-    """Add an initializer [heads, n, in], or [heads, in, n], with a weight's dequantized values; return its name.
+    """Add an initializer with a weight's dequantized values, one matrix per head, and return its name.
+
+    Its shape is [heads, n, in], or [heads, in, n] if `is_transposed`, with n output and `in` input channels per head.
 
     Args:
         matrix: weight of all heads.
@@ -45,7 +47,7 @@ def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor,
 
 
 def add_expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, number: str) -> str:
-    """Add the matmul of x [M, in] with one expert's transposed matrix; return the name of the output [M, out].
+    """Add the matmul of x [tokens, in] with one expert's transposed weight; return the output's name, [tokens, out].
 
     Args:
         matrix: weight [experts·out, in] of all experts.
@@ -93,11 +95,11 @@ def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], num
         gather_axis=0,
         quantize_axis=2,
     )
-    return linears.row_of_blocks(blocks, f"expert.row.{out}.{width}", (out,), width, block)
+    return linears.join_blocks(blocks, f"expert.row.{out}.{width}", (out,), width, block)
 
 
-def times(decoder: Decoder, x: str, factor: float, is_wide: bool = False) -> str:
-    """Add x times a factor unless it is 1, and return its name; `is_wide` means that x is float32."""
+def scale_by(decoder: Decoder, x: str, factor: float, is_wide: bool = False) -> str:
+    """Multiply x by a constant and return the product's name; `is_wide`: x is float32, not the activations' type."""
     if factor == 1.0:
         return x
     dtype = np.dtype(np.float32) if is_wide else helper.tensor_dtype_to_np_dtype(decoder.graph.kind)
@@ -118,7 +120,7 @@ def poly_mlp(decoder: Decoder, x: str, place: str, block: PolyMLPBlock) -> str:
     weight, bias = _poly_parameters(decoder, f"{place}.act_fn", block.poly)
     active = EMITTED[block.activation](decoder.graph, gate, {"weight": weight, "bias": bias})
     product = decoder.graph.narrow(decoder.graph.add("Mul", active, up))
-    return decoder.linear(times(decoder, product, block.poly.scale), f"{place}.down_proj")
+    return decoder.linear(scale_by(decoder, product, block.poly.scale), f"{place}.down_proj")
 
 
 def _poly_parameters(decoder: Decoder, place: str, poly: PolySettings) -> list[str]:
@@ -134,13 +136,13 @@ def _poly_parameters(decoder: Decoder, place: str, poly: PolySettings) -> list[s
 
 
 def experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
-    """Add a router, a Loop over the experts that some token chose, and the shared expert; return the sum's name."""
+    """Add a mixture of experts: router, Loop over the chosen experts and shared expert; return the output's name."""
     graph = decoder.graph
     tokens = graph.add("Reshape", x, graph.int64("tokens", (-1, block.width)))
     chosen, shares = _route(decoder, tokens, place, block)
     parameters = _poly_parameters(decoder, f"{place}.experts.act_fn", block.poly)
     some = graph.unused_name("Unique")
-    graph.add_all("Unique", [graph.add("Reshape", chosen, graph.int64("flat", (-1,)))], [some], sorted=1)
+    graph.add_with_outputs("Unique", [graph.add("Reshape", chosen, graph.int64("flat", (-1,)))], [some], sorted=1)
     count = graph.add("Squeeze", graph.add("Shape", some))
     zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0])
     nothing = graph.add("ConstantOfShape", graph.add("Shape", tokens), value=zero)
@@ -175,13 +177,15 @@ def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tu
         bias = graph.constant(f"{place}.expert_bias", plan.vector(f"{place}.expert_bias").numpy())
         favoured = graph.add("Add", scores, bias)
     chosen = graph.unused_name("TopK_indices")
-    graph.add_all("TopK", [favoured, graph.int64("chosen", (block.chosen,))], [graph.unused_name("TopK"), chosen])
+    graph.add_with_outputs(
+        "TopK", [favoured, graph.int64("chosen", (block.chosen,))], [graph.unused_name("TopK"), chosen]
+    )
     shares = graph.add("GatherElements", scores, chosen, axis=1)
     if block.normed:
         sums = graph.add("ReduceSum", shares, graph.int64("second_axis", (1,)))
         least = graph.constant("smallest_share", np.array(SUM_EPS, np.float32))
         shares = graph.add("Div", shares, graph.add("Add", sums, least))
-    return chosen, times(decoder, shares, block.scale, is_wide=True)
+    return chosen, scale_by(decoder, shares, block.scale, is_wide=True)
 
 
 def _with_expert(
@@ -210,7 +214,7 @@ def _with_expert(
     weight, bias = (graph.add("Gather", name, number) for name in parameters)
     active = EMITTED["poly_norm"](graph, gate, {"weight": weight, "bias": bias})
     product = graph.narrow(graph.add("Clip", graph.add("Mul", active, up), *_bounds(decoder, poly)))
-    y = add_expert_product(decoder.linears, times(decoder, product, poly.scale), down_matrix, block.experts, number)
+    y = add_expert_product(decoder.linears, scale_by(decoder, product, poly.scale), down_matrix, block.experts, number)
     column = graph.int64("second_axis", (1,))
     shared = graph.add("Mul", decoder.graph.wide(y), graph.add("Unsqueeze", share, column))
     return graph.add("ScatterND", total, graph.add("Unsqueeze", rows, column), shared, reduction="add")

@@ -21,7 +21,7 @@ from diffquant.model.motif3.blocks import LatentAttentionBlock, StreamsBlock
 from diffquant.model.motif3.modeling import EPS, LARGEST_GATE, LARGEST_MIX, SMALLEST_SUM, Motif3Layer, Motif3Model
 from diffquant.model.reading import Reading
 from diffquant.model.windowed_cache import MixedCache
-from diffquant.onnx.architectures.experts import add_head_matrices, times
+from diffquant.onnx.architectures.experts import add_head_matrices, scale_by
 from diffquant.onnx.architectures.transformer import norm
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT, Decoder
 from diffquant.onnx.graph.op import DOMAIN, NAME, OpAttributes, make_function
@@ -114,7 +114,7 @@ class LatentReference(Reference):
     def _layer_output(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         layer, past = cast(Motif3Layer, self.model.model.layers[number]), self._reading.past
         cache = GrowingCache(self.cache, past, [cached])
-        masks = Mask(None), Mask(None, self._decoder.architecture.seen)
+        masks = Mask(None), Mask(None, self._decoder.architecture.window)
         reading = Reading(*masks, 0, cast(MixedCache, cache))
         first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
         for chunk in x.split(list(self._reading.calls) or x.shape[1], 1):
@@ -124,7 +124,7 @@ class LatentReference(Reference):
             first += chunk.shape[1]
         return torch.cat(parts, 1), cache.held[0]
 
-    def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def adapt_random_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # A value is the latent part of the key, padded with zeros.
         architecture = self._decoder.architecture
         share = architecture.kv_lora_rank / (architecture.kv_lora_rank + architecture.qk_rope_head_dim)
@@ -186,8 +186,8 @@ def read_streams(decoder: Decoder, x: str, place: str, block: StreamsBlock) -> t
     """Add the ReadStreams node before attention or MLP.
 
     Returns:
-        Names of the input [B, T, D] of attention or MLP, the mixed streams [B, T, E, D], and the factors [B, T, E, 1]
-        with which its output is added to each stream.
+        Names of the input [B, T, D] of attention or MLP, of the mixed streams [B, T, E, D], and of the factors
+        [B, T, E, 1] with which the output of attention or MLP is added to each stream.
     """
     graph, plan = decoder.graph, decoder.plan
     decoder.function(read_streams_function(block.streams, block.rounds, decoder.options.opset))
@@ -200,12 +200,15 @@ def read_streams(decoder: Decoder, x: str, place: str, block: StreamsBlock) -> t
     inputs = [graph.constant(f"{place}.{name}", values.contiguous().numpy()) for name, values in parts.items()]
     weight = graph.constant(f"{place}.weight", plan.vector(f"{place}.rms_norm.weight").numpy())
     read, mixed, writes = names = [f"{place}.{name}" for name in ("read", "mixed", "writes")]
-    graph.add_all(READ_STREAMS, [x, weight, *inputs], names, DOMAIN)
-    return read, mixed, times(decoder, writes, block.post_scale, is_wide=True)
+    graph.add_with_outputs(READ_STREAMS, [x, weight, *inputs], names, DOMAIN)
+    return read, mixed, scale_by(decoder, writes, block.post_scale, is_wide=True)
 
 
 def latent_attention(decoder: Decoder, x: str, place: str, block: LatentAttentionBlock) -> str:
-    """Add attention over latents; queries and outputs are multiplied by each group's key and value matrices."""
+    """Add attention over latents, and return its output's name.
+
+    Keys and values are not expanded: the key matrices multiply the queries, and the value matrices the outputs.
+    """
     graph, layer, spec = decoder.graph, block.layer, block.spec
     of_query, kept = decoder.products(x, [f"{place}.wq_a", f"{place}.wkv_a"])
     query_latent = norm(decoder, of_query, f"{place}.q_norm", RMSNormBlock(0, block.eps))
@@ -222,7 +225,7 @@ def latent_attention(decoder: Decoder, x: str, place: str, block: LatentAttentio
     inputs += [*decoder.tokens.lengths, "", ""]
     inputs += [*(decoder.cache_scales() or ["", ""]), signal_gate, ""]
     attended = f"layers.{layer}.attention"
-    graph.add_all(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
+    graph.add_with_outputs(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
     rows = graph.int64("pairs_by_group", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
     bounds = [graph.int64(f"channel.{place}", (place,)) for place in (0, block.latent, -1)]
     of_latents = graph.add("Slice", graph.add("Reshape", attended, rows), *bounds)
@@ -245,7 +248,7 @@ def _queries(decoder: Decoder, query_latent: str, place: str, block: LatentAtten
     latents = graph.add("Reshape", within, graph.int64("by_latent", (0, 0, spec.query_heads, block.latent)))
     queries = graph.add("Concat", latents, _rotate(decoder, turning, block), axis=-1)
     rows = graph.add("Reshape", queries, graph.int64("one_behind_another", (0, 0, -1)))
-    return times(decoder, rows, block.scale_factor)
+    return scale_by(decoder, rows, block.scale_factor)
 
 
 def _expansion(decoder: Decoder, place: str, block: LatentAttentionBlock, of_values: bool) -> str:

@@ -45,8 +45,8 @@ _MEMORY, _SHARED = "memory", "shared"
 class StateReference(Reference):
     """The torch reference of an exported SambaY.
 
-    A layer's memory and shared keys come from the earlier stages' computation in the same pass, whose inputs were the
-    runtime's hidden states.
+    The memory, keys and values that a layer reads from earlier layers are those that the reference computed for them in
+    the same pass, from the runtime's hidden states.
     """
 
     _flow: Flow | None = None
@@ -144,7 +144,7 @@ def mlp(decoder: Decoder, x: str, place: str, block: FusedMLPBlock) -> str:
 
 
 def attention(decoder: Decoder, x: str, place: str, block: FusedAttentionBlock) -> str:
-    """Add attention over the layer's keys and values, or over an earlier layer's if it has none."""
+    """Add attention over the layer's keys and values, or an earlier layer's, and return the output's name."""
     layer, graph = block.layer, decoder.graph
     projected = decoder.linear(x, f"{place}.Wqkv")
     if block.stored is None:
@@ -160,14 +160,14 @@ def attention(decoder: Decoder, x: str, place: str, block: FusedAttentionBlock) 
     lam = decoder.scalar_lam(inner)
     inputs = [query, key, value, lam, *past, *decoder.tokens.lengths, "", "", *(scales or ["", ""]), "", ""]
     attended = f"layers.{layer}.attention"
-    graph.add_all(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
+    graph.add_with_outputs(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
     return decoder.linear(decoder.post_normed(attended, inner), f"{place}.out_proj")
 
 
 def mamba(decoder: Decoder, x: str, place: str, block: MambaBlock) -> str:
     """Add a Mamba-1 block with its two recurrent states, and return its output's name."""
     graph, layer, opset = decoder.graph, decoder.layer, decoder.options.opset
-    decoder.function(causal_convolution_function(block.seen, opset))
+    decoder.function(causal_convolution_function(block.kernel_size, opset))
     decoder.function(selective_scan_function(opset))
     u, gate = _halves(decoder, decoder.linear(x, f"{place}.in_proj"), block.inner)
     inputs = _silu(decoder, _convolve(decoder, u, place, block))
@@ -180,7 +180,7 @@ def mamba(decoder: Decoder, x: str, place: str, block: MambaBlock) -> str:
 
 
 def gated_memory(decoder: Decoder, x: str, place: str, block: GatedMemoryBlock) -> str:  # noqa: ARG001  sizes are the weights'
-    """Add a gated memory unit, which multiplies the last Mamba layer's output by a gate."""
+    """Add a gated memory unit, which gates the last Mamba layer's output, and return its output's name."""
     gate = _silu(decoder, decoder.linear(x, f"{place}.in_proj"))
     return decoder.linear(decoder.graph.add("Mul", decoder.left[_MEMORY], gate), f"{place}.out_proj")
 
@@ -192,7 +192,7 @@ def _convolve(decoder: Decoder, u: str, place: str, block: MambaBlock) -> str:
     bias = graph.typed_constant(f"layers.{layer}.conv1d.bias", decoder.plan.vector(f"{place}.conv1d.bias"))
     past, present = _state(decoder, STATES[0], graph.kind, block.stored[0])
     y = f"layers.{layer}.convolved"
-    graph.add_all(CAUSAL_CONVOLUTION, [u, weight, bias, _COUNTS, past], [y, present], DOMAIN)
+    graph.add_with_outputs(CAUSAL_CONVOLUTION, [u, weight, bias, _COUNTS, past], [y, present], DOMAIN)
     return y
 
 
@@ -213,7 +213,7 @@ def _scan(decoder: Decoder, inputs: list[str], place: str, block: MambaBlock) ->
     skip = graph.constant(f"layers.{layer}.D", decoder.plan.vector(f"{place}.D").numpy())
     past, present = _state(decoder, STATES[1], TensorProto.FLOAT, block.stored[1])
     y = f"layers.{layer}.scanned"
-    graph.add_all(SELECTIVE_SCAN, [u, step, decays, into, out_of, skip, past], [y, present], DOMAIN)
+    graph.add_with_outputs(SELECTIVE_SCAN, [u, step, decays, into, out_of, skip, past], [y, present], DOMAIN)
     return y
 
 

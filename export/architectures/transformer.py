@@ -49,7 +49,7 @@ def mlp(decoder: Decoder, x: str, place: str, block: MLPBlock) -> str:
 
 
 def attention(decoder: Decoder, x: str, place: str, block: AttentionBlock) -> str:
-    """Add attention, by the differential-attention op or a Transformer's, and return its output's name."""
+    """Add attention, as diffquant's op or as a Transformer's, with its output projection; return the output's name."""
     graph, spec = decoder.graph, block.spec
     q, k, v = decoder.products(x, [f"{place}.{name}" for name in PROJECTIONS])
     past, present = decoder.past(), decoder.present()
@@ -66,7 +66,7 @@ def attention(decoder: Decoder, x: str, place: str, block: AttentionBlock) -> st
         signal_gate, lam = decoder.signal_gate_and_lam(x, place)
         gates = [signal_gate, decoder.output_gate(x, place)]
         inputs = [q, k, v, lam, *past, *decoder.tokens.lengths, *tables, *(scales or ["", ""]), *gates]
-        graph.add_all(NAME, inputs, outputs, DOMAIN, **decoder.attributes().to_dict())
+        graph.add_with_outputs(NAME, inputs, outputs, DOMAIN, **decoder.attributes().to_dict())
         if decoder.options.web:
             values = {QUERY: _rotate_queries(decoder, q, tables), LAMBDA: lam, SIGNAL_GATE: signal_gate}
             for name, value in values.items():
@@ -88,11 +88,11 @@ def _plain_attention(decoder: Decoder, inputs: list[str], scales: list[str], out
     }
     if scales:
         attributes["kv_bit_width"] = decoder.options.kv_bits
-        decoder.graph.add_all(QUANTIZED_ATTENTION, [*inputs, *scales], outputs, DOMAIN, **attributes)
+        decoder.graph.add_with_outputs(QUANTIZED_ATTENTION, [*inputs, *scales], outputs, DOMAIN, **attributes)
         return
     while not inputs[-1]:
         inputs = inputs[:-1]
-    decoder.graph.add_all("GroupQueryAttention", inputs, outputs, CONTRIB, **attributes)
+    decoder.graph.add_with_outputs("GroupQueryAttention", inputs, outputs, CONTRIB, **attributes)
 
 
 def _tables(decoder: Decoder) -> list[str]:

@@ -66,7 +66,7 @@ class GgufPlan:
         return _main_type(self.matrices, self.kinds)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Return the number of rows of a matrix, and the stored bytes of a row."""
+        """Return the number of rows of the matrix with this name, and the stored bytes of a row."""
         (rows, width), (block, nbytes) = self.matrices[name].shape, GGML_QUANT_SIZES[self.kinds[name]]
         return rows, width // block * nbytes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from diffquant.checkpoints.gguf_tokenizer import ENDS, SPACE, split_name
+from diffquant.checkpoints.gguf_tokenizer import ENDS, SPACE, find_pretokenizer
 from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError
 from diffquant.support.names import first_few
@@ -69,7 +69,7 @@ def _refusal(source: Source, why: str) -> CheckpointError:
 
 def _add_bytes(writer: GGUFWriter, source: Source, content: Mapping[str, Any]) -> None:
     """Add the merges of a byte-level BPE, and llama.cpp's name of its pre-tokenizer."""
-    model, normalizer, name = content["model"], content["normalizer"], split_name(content)
+    model, normalizer, name = content["model"], content["normalizer"], find_pretokenizer(content)
     if name is None:
         what = json.dumps(content["pre_tokenizer"])
         raise _refusal(source, f"llama.cpp has no known pre-tokenizer that splits text by {what:.300}")

@@ -74,6 +74,7 @@ class GgufReport(Readable):
     notes: tuple[str, ...]
 
     def summary(self) -> str:
+        """Return a few lines of text for the user."""
         size = compare_size(self.bytes_after, self.bytes_before, self.weights)
         lines = [f"{self.file}: {size}, in {self.seconds:.1f} s", f"  tensors: {_format_types(self.types)}"]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
@@ -94,7 +95,9 @@ def export_gguf(
     Args:
         source: a checkpoint folder, quantized or not, or a .gguf file.
         output: a file that ends in .gguf, or a folder to create for the file and a model card.
-        weights, ends, dtype: see `plan_gguf`.
+        weights: scheme of the linears if the checkpoint is not quantized.
+        ends: scheme of embedding and head if the checkpoint is not quantized.
+        dtype: dtype of matrices that are not quantized; by default the checkpoint's.
         overwrite: replace an output that diffquant wrote.
         progress: called with the bytes written.
 
@@ -115,11 +118,11 @@ def export_gguf(
 
 
 def check_gguf_output(source: Path, output: Path, overwrite: bool) -> None:
-    """Check early that the output can be written, and would not replace anything it should not.
+    """Check early that the output can be written; an existing one must be diffquant's, and `overwrite` true.
 
     Raises:
-        OutputExistsError: it exists and `overwrite` is false, or diffquant did not write it.
-        UsageError: it overlaps the source, or nothing can be written there.
+        OutputExistsError: the output exists and `overwrite` is false, or diffquant did not write it.
+        UsageError: the output overlaps the source, or cannot be written.
     """
     if not is_gguf(output):
         check_output(source, output, overwrite)
@@ -188,7 +191,7 @@ def _rows(matrix: Matrix, kind: GGMLQuantizationType, first: int, last: int) -> 
     codes, scales = matrix.codes(first, last), matrix.scales(first, last).float()
     halves = scales.half()
     if not torch.isfinite(halves).all():
-        raise CheckpointError(f"{matrix.stored_name} has a scale of {scales.max():g}, but float16 ends at 65504")
+        raise CheckpointError(f"{matrix.stored_name} has a scale of {scales.max():g}, above float16's maximum of 65504")
     errors = (halves.float() / scales - 1).abs()
     return pack_blocks(codes, halves, matrix.scheme.bits), int((errors > 0).sum()), float(errors.max())
 

@@ -11,7 +11,7 @@ from onnx import FunctionProto
 
 from diffquant.errors import UsageError
 from diffquant.onnx.graph.op import CONTRIB, OpAttributes, make_function, schema, signature_of
-from diffquant.onnx.graph.ops import bounded_rows
+from diffquant.onnx.graph.ops import rope_and_clip_text
 from diffquant.onnx.graph.pure import pure_text
 
 BodyKind = Literal["contrib", "pure"]
@@ -27,7 +27,7 @@ def body(
     cached: bool = True,
     gates: Collection[str] = (),
 ) -> FunctionProto:
-    """Return the op's function body.
+    """Return the function body of the differential-attention op.
 
     Args:
         kind: "contrib" (one node of ONNX Runtime's GroupQueryAttention) or "pure" (only standard ops).
@@ -35,23 +35,25 @@ def body(
         width: width d of a query head.
         opset: the model's version of the standard domain, 18 or later.
         cached: whether nodes have past keys and values as inputs.
-        gates: which of `GATES` nodes have as inputs.
+        gates: names among `GATES` of the gates that nodes have as inputs.
 
     Raises:
         UsageError: the kind cannot compute these attributes, or the cache is quantized and `cached` is false.
     """
     if attributes.kv_bit_width and not cached:
-        raise UsageError(f"a {attributes.kv_bit_width}-bit cache needs past_key and past_value, which tell its type")
+        raise UsageError(f"a {attributes.kv_bit_width}-bit cache needs past_key and past_value as inputs")
     is_contrib = kind == "contrib"
     problems = contrib_problems(attributes, width) if is_contrib else []
     if problems:
-        raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
+        raise UsageError(
+            f"ONNX Runtime's GroupQueryAttention cannot compute this: {'; '.join(problems)}; the body kind 'pure' can"
+        )
     text = contrib_text(attributes, width, gates) if is_contrib else pure_text(attributes, width, cached, gates)
     return make_function(signature_of(schema()), text, opset, attributes.to_dict(), is_contrib)
 
 
 def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = ()) -> str:
-    """Return the nodes of the contrib body as text.
+    """Return the nodes of the "contrib" body as text in onnx's syntax.
 
     For generation 1, one attention over key rows k1|k2 computes both maps: queries [q1|0] and [0|q2] are padded with
     zeros, so that each is multiplied only with its map's keys.
@@ -66,7 +68,7 @@ def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = 
     cache = "past_key, past_value, seqlens_k, total_sequence_length"
     queries = _masked_queries(attributes, width) if attributes.generation == 1 else "   heads = Identity (query)"
     if attributes.kv_bit_width:
-        queries += "\n" + bounded_rows("heads", attributes.kv_bit_width, bool(attributes.do_rotary))
+        queries += "\n" + rope_and_clip_text("heads", attributes.kv_bit_width, bool(attributes.do_rotary))
         inputs = f"heads_turned, key_bounded, value_bounded, {cache}, , , , , , k_scale, v_scale"
         # Written only if used: ONNX Runtime before 1.27 does not know them.
         options["kv_cache_bit_width"] = attributes.kv_bit_width
@@ -118,7 +120,7 @@ def _masked_queries(attributes: OpAttributes, width: int) -> str:
 
 
 def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
-    """Return the reasons why GroupQueryAttention cannot compute the op for this head width; empty if it can."""
+    """Return the reasons why GroupQueryAttention cannot compute the op for query heads of this width."""
     row = 2 * width if attributes.generation == 1 else width
     problems = contrib_row_problems(row, bool(attributes.do_rotary))
     if attributes.logit_bits:
@@ -129,6 +131,6 @@ def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
 
 
 def contrib_row_problems(row: int, rotates: bool) -> list[str]:
-    """Return the reasons why GroupQueryAttention does not support key rows of this width; empty if it does."""
+    """Return the reasons why GroupQueryAttention does not support key rows of this width."""
     multiple = 16 if rotates else 8
     return [f"its rows are multiples of {multiple} wide, not {row}"] if row % multiple else []

@@ -18,7 +18,7 @@ from diffquant.onnx.graph.linears import Linears
 from diffquant.onnx.graph.nodes import Graph, functions, inline_functions, rms_norm
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.onnx.graph.ops import MATMUL, matmul_function, quantized_attention_function
-from diffquant.onnx.graph.padding import SEQUENCE, Tokens, read_tokens, states_read
+from diffquant.onnx.graph.padding import SEQUENCE, Tokens, add_padding_shift, gather_head_inputs
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, key_width
 from diffquant.onnx.options import IR_VERSION
 
@@ -32,14 +32,14 @@ _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
 
 
 class Decoder:
-    """Builds a graph node by node: layers with a mixer (attention, for example) and an MLP, each behind a norm.
+    """Builds a model's ONNX graph: layers of a mixer (attention, for example) and an MLP, with a norm before each.
 
     Attributes:
         twin: class of the torch reference with which `verify` compares the graph.
         has_wide_residual: whether the residual stream is float32 even if activations are float16.
         tokens: names of values that describe a call's tokens.
         layer: index of the layer that is being added.
-        left: values that blocks keep for blocks of later layers, by names that both use.
+        left: values that blocks store for blocks of later layers, by a key that both use.
     """
 
     twin: ClassVar[Any]
@@ -61,18 +61,19 @@ class Decoder:
         self._functions: dict[str, FunctionProto] = {}
 
     def emit(self) -> None:
+        """Add all nodes to the graph, from the token ids to the logits; call it once, before `model`."""
         graph, options = self.graph, self.options
         ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", SEQUENCE])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "total"])
         spans_rows = options.logits.quantizes and options.logits.granularity != "row"
-        tokens = self.tokens = read_tokens(graph, ids, mask, spans_rows)
+        tokens = self.tokens = add_padding_shift(graph, ids, mask, spans_rows)
         x = self.embed(tokens.ids)
         for layer, blocks in enumerate(self.architecture.layers):
             self.layer = layer
             with graph.module(f"layers.{layer}"):
                 x = self.layer_output(x, blocks)
         # A model with a cache is for generation, which needs only the last token's logits.
-        x = states_read(graph, x, tokens.last_place if options.cache else tokens.places)
+        x = gather_head_inputs(graph, x, tokens.last_place if options.cache else tokens.places)
         x = self.final_norm(x)
         head = EMBEDDING if self.config.tie_word_embeddings else HEAD
         (logits,) = self.linears.products(x, [self.plan.matrices[head]])
@@ -84,6 +85,7 @@ class Decoder:
         graph.outputs.insert(0, graph.outputs.pop())
 
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
+        """Return the finished ONNX model; `initializers` are the tensors of the data file, by name."""
         own = functions(self.config.hidden_act, self.options.opset) + list(self._functions.values())
         if self.spec.maps == 2:
             own.append(attention_function(self.plan, self.graph.nodes, self.attributes()))
@@ -120,14 +122,14 @@ class Decoder:
         return normed
 
     def part(self, x: str, name: str) -> Any:
-        """Add the block with this name of the current layer, with input x; return the names of its outputs."""
+        """Add the current layer's block with this name, with input x; return the names of its outputs."""
         return self.block(x, f"model.layers.{self.layer}.{name}", self.architecture.layers[self.layer][name])
 
     def block(self, x: str, place: str, block: Block) -> Any:
         """Add a block with input x, by calling the function `block.exported_by`; return the names of its outputs.
 
         Args:
-            place: prefix of its parameters' names.
+            place: prefix of the names of the block's parameters.
         """
         return resolve_name(block.exported_by)(self, x, place, block)
 
@@ -136,7 +138,7 @@ class Decoder:
         self._functions.setdefault(function.name, function)
 
     def attributes(self, window: int | None = None) -> OpAttributes:
-        """Return the attributes of an attention node; `window` is the number of newest keys a query sees, or None."""
+        """Return an attention node's attributes; `window` is the number of newest keys that a query sees."""
         spec, options = self.spec, self.options
         return OpAttributes(
             num_pairs=spec.pairs,
@@ -155,7 +157,7 @@ class Decoder:
         )
 
     def signal_gate_and_lam(self, x: str, place: str) -> tuple[str, str]:
-        """Add the signal map's gate ("" if there is none) and λ, in float32: [1] (V1), or [B, T, h] (V2, V3)."""
+        """Add the signal map's gate ("" if there is none) and λ: float32 [1] in V1, [B, T, h] for h pairs otherwise."""
         if self.spec.lam == "exp":
             return "", self.scalar_lam(place)
         weight = self.plan.read_small_matrix(f"{place}.lambda_proj.weight")
@@ -178,7 +180,7 @@ class Decoder:
         return self.graph.constant(f"layers.{self.layer}.lambda", lam.reshape(1).numpy())
 
     def output_gate(self, x: str, place: str) -> str:
-        """Add the output's gate [B, T, h·dv]; return "" if the model has none."""
+        """Add the gate of attention's output [B, T, h·dv], for h pairs of width dv; return "" if the model has none."""
         if not self.spec.output_gate:
             return ""
         name = f"layers.{self.layer}.output_gate_proj"
@@ -208,12 +210,12 @@ class Decoder:
         return graph.add("Reshape", normed, graph.int64("by_token", (0, 0, spec.pairs * spec.value_dim)))
 
     def linear(self, x: str, module: str) -> str:
-        """Add a linear layer to the graph and return the name of its output."""
+        """Add the linear layer `module`, with its bias, and return the name of its output."""
         (y,) = self.products(x, [module])
         return y
 
     def products(self, x: str, modules: list[str]) -> list[str]:
-        """Add several linear layers with the same input and return the names of their outputs."""
+        """Add linear layers with the same input x, with their biases, and return the names of their outputs."""
         products = self.linears.products(x, [self.plan.matrices[f"{module}.weight"] for module in modules])
         return [self._add_bias(y, f"{module}.bias") for y, module in zip(products, modules, strict=True)]
 
@@ -223,14 +225,14 @@ class Decoder:
         return self.graph.add("Add", y, self.graph.typed_constant(name, self.plan.vector(name)))
 
     def past(self) -> list[str]:
-        """Add inputs for the layer's past keys and values; return "" for each if the model has no cache."""
+        """Add the layer's past keys and values as inputs, and return their names; "" for each without a cache."""
         if not self.options.cache:
             return ["", ""]
         names = [PAST.format(layer=self.layer, part=part) for part in ("key", "value")]
         return [self.graph.input(name, self.cache_kind, self._cache_shape("past")) for name in names]
 
     def present(self) -> list[str]:
-        """Return names for the layer's present keys and values, and make them outputs if the model has a cache."""
+        """Return the names of the layer's present keys and values; with a cache, make them outputs of the model."""
         names = [PRESENT.format(layer=self.layer, part=part) for part in ("key", "value")]
         if self.options.cache:
             for name in names:
@@ -242,7 +244,7 @@ class Decoder:
         return ["batch_size", self.spec.kv_pairs, rows, width // 2 if self.cache_kind == TensorProto.UINT8 else width]
 
     def cache_scales(self) -> list[str]:
-        """Add the scales of the layer's cache; return an empty list if the cache is not quantized."""
+        """Add the scales of the layer's cache, and return their names; none if the cache is not quantized."""
         if not self.scales:
             return []
         names = (f"layers.{self.layer}.k_scale", f"layers.{self.layer}.v_scale")

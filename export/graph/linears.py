@@ -17,7 +17,7 @@ from diffquant.onnx.graph.matrix import Matrix, checked_cast
 from diffquant.onnx.graph.nodes import Graph
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN
 from diffquant.onnx.graph.ops import MATMUL
-from diffquant.onnx.graph.streaming import Streamed, spanning
+from diffquant.onnx.graph.streaming import Streamed, make_view
 from diffquant.onnx.options import ExportOptions
 from diffquant.recipe.numbers.packing import pack
 from diffquant.recipe.scheme import Scheme
@@ -30,12 +30,12 @@ _PADDED_BLOCK = 32
 
 
 def container_bits(scheme: Scheme) -> int:
-    """Return the width of a stored code in the exported file, in bits."""
+    """Return the number of bits, 4 or 8, in which the exported file stores a code."""
     return 4 if scheme.bits <= 4 else 8
 
 
 def block_size(scheme: Scheme, width: int) -> int | None:
-    """Return the number of columns that share a scale in the exported file, or None if no kernel has such blocks."""
+    """Return how many columns of a row of `width` share a scale in the exported file, or None if no kernel fits."""
     shared = scheme.size or width
     fitting = next((block for block in _BLOCKS if shared % block == 0), None)
     return fitting if fitting or scheme.size else _PADDED_BLOCK
@@ -66,8 +66,8 @@ def check_blocks(matrices: list[Matrix]) -> None:
         raise GroupSizeError(
             "no kernel reads "
             + first_few((f"{m.name} {list(m.shape)} {m.scheme}" for m in refused), ", ")
-            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and groups divide a row; "
-            f"use {use}, or quantize the model first and keep them at 16 bits there"
+            + ": ONNX Runtime's kernels need groups of 16, 32, 64, 128 or 256 columns that divide a row; "
+            f"use {use}, or quantize the model first and keep these weights at 16 bits"
         )
 
 
@@ -81,7 +81,7 @@ def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
 
 
 def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
-    """Return the block size if the matrix is multiplied with int8 activations, or None if it is not."""
+    """Return a matrix's block size if it is multiplied with int8 activations, or None if it is not."""
     if not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
         return None
     return block_size(matrix.scheme, matrix.shape[1])
@@ -103,9 +103,15 @@ class Linears:
         self._views: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
     def with_views(self, initializers: Mapping[str, TensorProto]) -> dict[str, TensorProto]:
-        """Add the views to the streamed tensors' initializers, and drop those that are only read as part of a view."""
+        """Return initializers with the views added, without those that are only read as part of a view.
+
+        A view is an initializer whose bytes are those of consecutive tensors in the data file.
+
+        Args:
+            initializers: initializers of the streamed tensors, by name.
+        """
         views = {
-            name: spanning([initializers[part] for part in parts], name, shape)
+            name: make_view([initializers[part] for part in parts], name, shape)
             for name, (parts, shape) in self._views.items()
         }
         stacked = {part for parts, _ in self._views.values() if len(parts) > 1 for part in parts}
@@ -114,7 +120,7 @@ class Linears:
     def products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
         """Add the matmuls of x [B, T, in] with each transposed matrix; return the names of the outputs [B, T, out].
 
-        Quantized matrices with the same layout are stacked into one matmul: it rounds x once, and results are the same.
+        Quantized matrices with the same layout are stacked into one matmul, which rounds x once; results are the same.
         """
         if len(matrices) > 1 and self._are_alike(matrices):
             return self._stacked_products(x, matrices)
@@ -126,7 +132,7 @@ class Linears:
         ]
 
     def lookup(self, ids: str, matrix: Matrix, name: str) -> str:
-        """Add the embedding's rows [B, T, D] at token ids [B, T], under the given name."""
+        """Add the lookup of token ids [B, T] in an embedding; `name` is that of the result [B, T, D]."""
         if not matrix.scheme.quantizes:
             return self.graph.add("Gather", self._values(matrix), ids, name=name)
         stored = self._codes(matrix)
@@ -147,12 +153,18 @@ class Linears:
             gather_axis=0,
             quantize_axis=2,
         )
-        return self.row_of_blocks(rows, f"{matrix.module}.row", (0, 0), width, block, name)
+        return self.join_blocks(rows, f"{matrix.module}.row", (0, 0), width, block, name)
 
-    def row_of_blocks(
+    def join_blocks(
         self, blocks: str, shape_name: str, rows: Sequence[int], width: int, block: int, name: str | None = None
     ) -> str:
-        """Add a Reshape of blocks to rows [*rows, width], and a Slice if the last block is padded."""
+        """Add a Reshape of dequantized blocks to [*rows, width], and a Slice if the last block is padded.
+
+        Args:
+            blocks: name of the blocks, `block` columns each.
+            shape_name: name of the constant with the shape.
+            name: name of the result; made up by default.
+        """
         graph, padded = self.graph, -(-width // block) * block
         shape = graph.int64(shape_name, (*rows, padded))
         if padded == width:
@@ -188,7 +200,7 @@ class Linears:
         y = self._code_product(x, (sum(heights), width), matrices[0].scheme, stored)
         names = [f"{matrix.module}.product" for matrix in matrices]
         sizes = self.graph.int64(f"rows.{'.'.join(map(str, heights))}", heights)
-        self.graph.add_all("Split", [y, sizes], names, axis=-1)
+        self.graph.add_with_outputs("Split", [y, sizes], names, axis=-1)
         return names
 
     def _code_product(self, x: str, shape: tuple[int, int], scheme: Scheme, stored: Mapping[str, str]) -> str:
@@ -201,7 +213,7 @@ class Linears:
             x,
             stored["codes"],
             stored["scales"],
-            domain=DOMAIN if level == 4 and self.options.has_own_products else CONTRIB,
+            domain=DOMAIN if level == 4 and self.options.has_custom_matmuls else CONTRIB,
             K=width,
             N=out,
             bits=container_bits(scheme),
@@ -224,7 +236,7 @@ class Linears:
         return {what: self.stream(tensor) for what, tensor in self.layout(matrix).items()}
 
     def layout(self, matrix: Matrix) -> dict[str, Streamed]:
-        """Return the tensors of a quantized matrix by "codes" and "scales"."""
+        """Return the tensors "codes" and "scales" in which the data file stores a quantized matrix."""
         out, width = matrix.shape
         bits = container_bits(matrix.scheme)
         block = block_size(matrix.scheme, width) or width
@@ -248,7 +260,7 @@ class Linears:
         }
 
     def stream(self, tensor: Streamed) -> str:
-        """Add a tensor to the data file unless it is there, as a tied head's is, and return its name."""
+        """Add a tensor to the data file, unless it was added before, as for a tied head; return its name."""
         if tensor.name not in self._streamed_names:
             self._streamed_names.add(tensor.name)
             self.streamed.append(tensor)

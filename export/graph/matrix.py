@@ -26,15 +26,15 @@ from diffquant.support.names import option_name
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [out, in], or experts' weights stacked along the rows, read a few rows at a time.
+    """A weight [out, in], or experts' weights stacked along the rows, of which methods read rows `first` to `last` - 1.
 
     Attributes:
         checkpoint: reader of the weight.
         stored_name: name of the weight in the checkpoint.
         name: name of the DiffTransformer parameter.
         shape: (out, in) after reordering.
-        stored: scheme with which the checkpoint packs it; 16 bits if it is not quantized.
-        wanted: scheme to quantize it with if it is not quantized yet.
+        stored: scheme of the weight in the checkpoint; 16 bits if it is not quantized there.
+        wanted: scheme to quantize the weight with if it is not quantized in the checkpoint.
         order: index of the checkpoint's row for each exported row, or None if no row moves.
         is_expanded: whether the graph stores dequantized values even if the weight is quantized.
     """
@@ -50,10 +50,12 @@ class Matrix:
 
     @property
     def module(self) -> str:
+        """Name of the DiffTransformer module that has the weight."""
         return self.name.removesuffix(".weight")
 
     @property
     def elements(self) -> int:
+        """Number of elements of the weight."""
         return self.shape[0] * self.shape[1]
 
     @property
@@ -67,17 +69,17 @@ class Matrix:
         return self.scheme.quantizes and not self.is_expanded
 
     def values(self, first: int, last: int) -> Tensor:
-        """Read rows of a matrix that is not packed, in the stored dtype.
+        """Return some rows [rows, in] of a weight that the checkpoint does not quantize, in the stored dtype.
 
         Raises:
-            NonFiniteError: they contain NaN or infinity.
+            NonFiniteError: the rows contain NaN or infinity.
         """
         rows = self._read_ordered(self.stored_name, first, last)
         check_finite(rows, f"{self.stored_name}, rows {first} to {last - 1},")
         return rows
 
     def codes(self, first: int, last: int) -> Tensor:
-        """Return codes of some rows, int8 [rows, in], read or made by rounding."""
+        """Return the codes of some rows, int8 [rows, in], from the checkpoint or made by rounding."""
         if self.stored.quantizes:
             words = self._read_ordered(self._sibling(codes_suffix(self.stored)), first, last)
             return self.stored.format.unpack(words, self.shape[1])
@@ -85,7 +87,7 @@ class Matrix:
         return codes
 
     def scales(self, first: int, last: int) -> Tensor:
-        """Return scales of some rows, [rows, groups]; one group if scales are per row or per tensor."""
+        """Return the scales of some rows, [rows, groups]; one group if scales are per row or per tensor."""
         if self.stored.quantizes:
             name = self._sibling(SCALE)
             is_shared = self.checkpoint.tensors[name].shape == (1,)
@@ -103,7 +105,7 @@ class Matrix:
         return decode_codes(codes, flat, self.scheme)
 
     def floats(self, first: int, last: int) -> Tensor:
-        """Return rows in float32: dequantized if the scheme quantizes, otherwise as stored."""
+        """Return some rows [rows, in] in float32, dequantized if they are quantized."""
         return self.dequantize(first, last) if self.scheme.quantizes else self.values(first, last).float()
 
     @cached_property
@@ -120,7 +122,7 @@ class Matrix:
         def read(first: int, last: int) -> Tensor:
             return self.checkpoint.matrix_rows(self.stored_name, first, last)
 
-        dtype = self.wanted.format.scale_dtype(self.checkpoint.written_dtype(self.stored_name))
+        dtype = self.wanted.format.scale_dtype(self.checkpoint.output_dtype(self.stored_name))
         shape = _rows_and_width(info.shape)
         return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, shape, self.wanted, dtype)
 
@@ -134,10 +136,10 @@ class Matrix:
 
 
 def check_unpacked(source: Source, weights: Scheme) -> None:
-    """Check that a checkpoint is not quantized already if its weights are to be quantized.
+    """Check that the scheme `weights` does not quantize a checkpoint that is quantized already.
 
     Raises:
-        UsageError: it is.
+        UsageError: it does.
     """
     if source.packed and weights.quantizes:
         raise UsageError(
@@ -147,12 +149,12 @@ def check_unpacked(source: Source, weights: Scheme) -> None:
 
 
 def read_matrix(source: Source, name: str, wanted: Scheme, layout: HeadLayout | None = None) -> Matrix:
-    """Return the weight of a linear, the embedding or a λ projection, without reading its data.
+    """Return a two-dimensional weight of a checkpoint, or experts' stacked weights, without reading the data.
 
     Args:
         source: checkpoint that contains it.
         name: name of the DiffTransformer parameter.
-        wanted: scheme to quantize it with if the checkpoint does not.
+        wanted: scheme to quantize the weight with if it is not quantized in the checkpoint.
         layout: head layout to which its rows are reordered; the op's by default.
     """
     stored_name = source.adapter.source_name(name)
@@ -169,7 +171,7 @@ def _rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def op_layout(spec: DiffSpec) -> HeadLayout:
-    """Return the op's head layout: a pair's heads are adjacent, and in V1 channels that rotate together are, too."""
+    """Return the attention op's head layout: a pair's heads are adjacent, in V1 also channels that rotate together."""
     if spec.maps == 1:
         return spec.layout
     neighbours = spec.rope == "interleaved" or (spec.rope == "half" and not spec.shared_k)
@@ -187,7 +189,5 @@ def checked_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """
     cast = values.to(dtype)
     if not torch.isfinite(cast.sum(dtype=torch.float64)) and not torch.isfinite(cast).all():
-        raise DiffQuantError(
-            f"{name} holds values beyond {dtype}'s range; export with {option_name('dtype', 'float32')}"
-        )
+        raise DiffQuantError(f"{name} has values beyond {dtype}'s range; export with {option_name('dtype', 'float32')}")
     return cast

@@ -64,24 +64,26 @@ class Graph:
     def add(self, op: str, *inputs: str, name: str | None = None, domain: str = "", **attributes: Any) -> str:
         """Add a node with one output, and return the output's name."""
         output = name or self.unused_name(op)
-        self.add_all(op, inputs, [output], domain, **attributes)
+        self.add_with_outputs(op, inputs, [output], domain, **attributes)
         return output
 
     def split(self, x: str, widths: Sequence[int], names: Sequence[str] = ()) -> list[str]:
         """Add a Split of the last axis into parts of these widths, and return the parts' names."""
         outputs = list(names) or [self.unused_name("Part") for _ in widths]
-        self.add_all("Split", [x, self.int64(f"widths.{'.'.join(map(str, widths))}", widths)], outputs, axis=-1)
+        self.add_with_outputs(
+            "Split", [x, self.int64(f"widths.{'.'.join(map(str, widths))}", widths)], outputs, axis=-1
+        )
         return outputs
 
     def wide(self, x: str) -> str:
-        """Cast activations to float32 if they are not, and return the result's name."""
+        """Cast activations to float32 unless they are float32 already, and return the result's name."""
         return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=TensorProto.FLOAT)
 
     def narrow(self, x: str) -> str:
         """Cast a float32 value to the activations' type, and return the result's name."""
         return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=self.kind)
 
-    def add_all(
+    def add_with_outputs(
         self, op: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any
     ) -> None:
         """Add a node with named outputs."""
@@ -111,13 +113,13 @@ class Graph:
         """Add a constant in the activations' type, and return its name.
 
         Raises:
-            DiffQuantError: it holds values beyond that type's range.
+            DiffQuantError: the constant has values beyond that type's range.
         """
         with np.errstate(over="ignore"):
             cast = value.numpy().astype(helper.tensor_dtype_to_np_dtype(self.kind))
         if not np.isfinite(cast).all():
             raise DiffQuantError(
-                f"{name} holds values beyond {cast.dtype}'s range; export with {option_name('dtype', 'float32')}"
+                f"{name} has values beyond {cast.dtype}'s range; export with {option_name('dtype', 'float32')}"
             )
         return self.constant(name, cast)
 
@@ -142,7 +144,7 @@ class Graph:
         return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
 
     def unused_name(self, op: str) -> str:
-        """Return an unused name for the output of a node, made from the module and the op."""
+        """Return a new name for the output of a node, made from the current module and the op."""
         stem = f"{self._module}{op}"
         count = self._name_counts[stem] = self._name_counts.get(stem, 0) + 1
         return stem if count == 1 else f"{stem}_{count}"
@@ -177,7 +179,7 @@ EMITTED: Mapping[str, Emit] = {"silu": _silu, "swish": _silu, "poly_norm": _poly
 
 
 def functions(hidden_act: str, opset: int) -> list[FunctionProto]:
-    """Return the ONNX functions that an activation function needs; empty if standard ops compute it."""
+    """Return the ONNX functions that the MLP's activation function needs; none if standard ops compute it."""
     return [poly_norm_function(opset)] if hidden_act == "poly_norm" else []
 
 
@@ -215,7 +217,7 @@ _TEXT = f"""   wide = Cast <to = {_FLOAT}> (x)
 
 
 def rms_norm(graph: Graph, x: str, weight: str, eps: float, opset: int) -> str:
-    """Add x / √(mean(x²) + eps) · weight over the last axis, computed in float32, and return its name."""
+    """Add an RMSNorm x / √(mean(x²) + eps) · weight over the last axis, in float32, and return the result's name."""
     if opset >= DEFAULT_OPSET:
         return graph.add("RMSNormalization", x, weight, axis=-1, epsilon=eps)
     wide = graph.wide(x)

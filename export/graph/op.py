@@ -27,7 +27,7 @@ GATES = ("signal_gate", "output_gate")
 
 @dataclass(frozen=True)
 class OpAttributes:
-    """The attributes of one node; every node has all of them, since kernels do not see defaults.
+    """Attributes of a DifferentialAttention node; nodes have all of them, since kernels do not see defaults.
 
     Attributes:
         num_pairs: number h of pairs, each a signal head and a noise head.
@@ -81,7 +81,7 @@ class OpAttributes:
             yield f"num_kv_pairs {self.num_kv_pairs} does not divide num_pairs {self.num_pairs}"
         sharing = self.signals_per_noise * self.num_kv_pairs
         if self.signals_per_noise < 1 or self.num_pairs % max(sharing, 1):
-            yield f"signals_per_noise is {self.signals_per_noise}; times num_kv_pairs it must divide num_pairs"
+            yield f"signals_per_noise {self.signals_per_noise} times num_kv_pairs does not divide num_pairs"
         if not math.isfinite(self.scale) or self.scale == 0:
             yield f"scale is {self.scale}; it must be a finite number other than 0"
         if self.generation not in (1, 2):
@@ -99,7 +99,7 @@ class OpAttributes:
 
 
 def schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::DifferentialAttention`."""
     return OpSchema(
         NAME,
         DOMAIN,
@@ -145,7 +145,7 @@ def attribute_types() -> dict[str, OpSchema.AttrType]:
 def make_function(
     signature: str, text: str, opset: int, attributes: Iterable[str] = (), has_contrib: bool = False
 ) -> FunctionProto:
-    """Make an ONNX function of this project's domain.
+    """Make an ONNX function in the domain `diffquant`.
 
     Args:
         signature: name, inputs and outputs, as "Op (x) => (y)".
@@ -163,7 +163,7 @@ def make_function(
 
 
 def signature_of(op: OpSchema) -> str:
-    """Return an op's signature for `make_function`."""
+    """Return an op's name, inputs and outputs as `make_function` needs them: "Op (x) => (y)"."""
     inputs, outputs = (", ".join(each.name for each in parameters) for parameters in (op.inputs, op.outputs))
     return f"{op.name} ({inputs}) => ({outputs})"
 

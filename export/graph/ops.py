@@ -16,7 +16,7 @@ ATTRIBUTES = ("K", "N", "bits", "block_size", "accuracy_level")
 
 
 def matmul_schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::MatMulNBits`."""
     return OpSchema(
         MATMUL,
         DOMAIN,
@@ -37,7 +37,7 @@ def matmul_schema() -> OpSchema:
 
 
 def matmul_function(opset: int) -> FunctionProto:
-    """Return the op's function body: one node of ONNX Runtime's MatMulNBits.
+    """Return the function body of MatMulNBits: one node of ONNX Runtime's op with the same name.
 
     Args:
         opset: version of the standard domain, that of the model.
@@ -62,10 +62,10 @@ _POSITIONS = f"""   new = Shape <start = 1, end = 2> (query)
    position = Add (start_column, steps)"""
 
 
-def bounded_rows(heads: str, bits: int, rotates: bool) -> str:
-    """Return nodes, as text, that rotate queries and keys and clip keys and values [B, T, rows] from below.
+def rope_and_clip_text(heads: str, bits: int, rotates: bool) -> str:
+    """Return nodes, as text, that apply RoPE to queries and keys and clip keys and values from below.
 
-    They compute the values {heads}_turned, key_bounded and value_bounded.
+    Their inputs are [B, T, width]; their outputs are {heads}_turned, key_bounded and value_bounded.
 
     Args:
         heads: name of the queries, whose heads are as wide as key rows.
@@ -99,7 +99,7 @@ _ATTRIBUTES = dict.fromkeys((*_COPIED, "kv_bit_width"), OpSchema.AttrType.INT) |
 
 
 def quantized_attention_schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::QuantizedAttention`."""
     return OpSchema(
         QUANTIZED_ATTENTION,
         DOMAIN,
@@ -134,14 +134,14 @@ def quantized_attention_schema() -> OpSchema:
 
 
 def quantized_attention_function(opset: int, bits: int, rotates: bool) -> FunctionProto:
-    """Return the op's function body: one node of ONNX Runtime's GroupQueryAttention, behind rotation and clipping.
+    """Return the function body of QuantizedAttention: RoPE and clipping, then ONNX Runtime's GroupQueryAttention.
 
     Args:
         opset: version of the standard domain, that of the model.
         bits: `kv_bit_width` of the nodes that will use it.
         rotates: `do_rotary` of these nodes.
     """
-    text = f"{bounded_rows('query', bits, rotates)}\n{_TEXT}"
+    text = f"{rope_and_clip_text('query', bits, rotates)}\n{_TEXT}"
     return make_function(signature_of(quantized_attention_schema()), text, opset, _ATTRIBUTES, has_contrib=True)
 
 
@@ -161,7 +161,7 @@ CAUSAL_CONVOLUTION, SELECTIVE_SCAN = "CausalConvolution", "SelectiveScan"
 
 
 def causal_convolution_schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::CausalConvolution`."""
     return OpSchema(
         CAUSAL_CONVOLUTION,
         DOMAIN,
@@ -183,7 +183,7 @@ def causal_convolution_schema() -> OpSchema:
 
 
 def selective_scan_schema() -> OpSchema:
-    """Return the op's schema."""
+    """Return the ONNX schema of `diffquant::SelectiveScan`."""
     return OpSchema(
         SELECTIVE_SCAN,
         DOMAIN,
@@ -203,18 +203,18 @@ def selective_scan_schema() -> OpSchema:
     )
 
 
-def causal_convolution_function(seen: int, opset: int) -> FunctionProto:
-    """Return the op's function body: a multiply-add for each of the convolution's taps.
+def causal_convolution_function(width: int, opset: int) -> FunctionProto:
+    """Return the function body of CausalConvolution: a multiply-add for each of the convolution's taps.
 
     Args:
-        seen: number W of taps.
+        width: number W of taps.
         opset: version of the standard domain, that of the model.
     """
-    return make_function(signature_of(causal_convolution_schema()), _convolution_text(seen), opset)
+    return make_function(signature_of(causal_convolution_schema()), _convolution_text(width), opset)
 
 
 def selective_scan_function(opset: int) -> FunctionProto:
-    """Return the op's function body, with one Scan over the tokens.
+    """Return the function body of SelectiveScan: one Scan over the tokens.
 
     Args:
         opset: version of the standard domain, that of the model.
@@ -222,24 +222,24 @@ def selective_scan_function(opset: int) -> FunctionProto:
     return make_function(signature_of(selective_scan_schema()), _SCAN_TEXT, opset)
 
 
-def _convolution_text(seen: int) -> str:
+def _convolution_text(width: int) -> str:
     taps = "\n".join(
         f"""   first_{tap} = Constant <value = int64[1] {{{tap}}}> ()
    last_{tap} = Add (length, first_{tap})
    inputs_{tap} = Slice (inputs, first_{tap}, last_{tap}, axis)
    weight_{tap} = Gather (weight, first_{tap})
    tap_{tap} = Mul (inputs_{tap}, weight_{tap})"""
-        for tap in range(seen)
+        for tap in range(width)
     )
-    sums = "\n".join(f"   sum_{tap} = Add ({f'sum_{tap - 1}' if tap else 'bias'}, tap_{tap})" for tap in range(seen))
+    sums = "\n".join(f"   sum_{tap} = Add ({f'sum_{tap - 1}' if tap else 'bias'}, tap_{tap})" for tap in range(width))
     return f"""   axis = Constant <value = int64[1] {{1}}> ()
    length = Shape <start = 1, end = 2> (u)
    inputs = Concat <axis = 1> (past_state, u)
 {taps}
 {sums}
-   y = Identity (sum_{seen - 1})
+   y = Identity (sum_{width - 1})
    zero = Constant <value = int64 {{0}}> ()
-   kept = Constant <value = int64 {{{seen - 1}}}> ()
+   kept = Constant <value = int64 {{{width - 1}}}> ()
    one = Constant <value = int64 {{1}}> ()
    behind = Constant <value = int64[1] {{2}}> ()
    places = Range (zero, kept, one)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-# Not imported at run time: `return_every_position` must work without torch.
+# Not imported at run time: `compute_all_logits` must work without torch.
 if TYPE_CHECKING:
     from diffquant.onnx.graph.nodes import Graph
 
@@ -47,10 +47,12 @@ class Tokens:
     lengths: tuple[str, str]
 
 
-def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens:
-    """Add the nodes that read a mask [B, S], whose last T columns are those of the ids [B, T].
+def add_padding_shift(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens:
+    """Add nodes that move each sequence's tokens before its padding; return the names of the values they compute.
 
     Args:
+        ids: name of the token ids [B, T].
+        mask: name of the attention mask [B, S], whose last T columns are those of the ids.
         spans_rows: whether a scale of quantized logits spans several tokens: padding behind a cache would change it,
             so the graph then refuses such a mask.
     """
@@ -77,7 +79,7 @@ def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens
     # Sort keys are distinct, since runtimes differ in the order of equal ones.
     keys = graph.add("Sub", graph.add("Mul", new_mask, new), steps)
     order = graph.unused_name("TopK")
-    graph.add_all("TopK", [keys, new], [f"{order}_keys", order], axis=1)
+    graph.add_with_outputs("TopK", [keys, new], [f"{order}_keys", order], axis=1)
     lengths = (
         graph.add("Cast", seqlens, name="seqlens_k", to=TensorProto.INT32),
         graph.add("Cast", graph.add("Squeeze", total), name="total_sequence_length", to=TensorProto.INT32),
@@ -86,13 +88,13 @@ def read_tokens(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens
     return Tokens(moved, counts, before, steps, places, last_place, lengths)
 
 
-def states_read(graph: "Graph", x: str, places: str) -> str:
-    """Add a gather of the hidden states [B, n, D] that the head reads: those of x [B, T, D] at indices [B, n]."""
+def gather_head_inputs(graph: "Graph", x: str, places: str) -> str:
+    """Add a gather of the hidden states that the head reads: those of x [B, T, D] at the indices `places` [B, n]."""
     index = graph.add("Unsqueeze", places, graph.int64("channels_axis", (2,)))
     return graph.add("GatherND", x, index, name=_STATES_READ, batch_dims=1)
 
 
-def return_every_position(model: ModelProto) -> bool:
+def compute_all_logits(model: ModelProto) -> bool:
     """Change a graph so that it computes the logits of every position; return whether the graph was changed."""
     maker = {output: node for node in model.graph.node for output in node.output}
     if _LAST_POSITION in maker:

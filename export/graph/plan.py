@@ -43,7 +43,7 @@ def latent_widths(architecture: Architecture) -> tuple[int, int] | None:
 def op_spec(architecture: Architecture) -> DiffSpec:
     """Return the specification of the graph's attention nodes: the model's, or for latent attention one over latents.
 
-    Attention nodes over latents keep the logit scale of the model's own queries.
+    Nodes over latents use the logit scale of the model's `diff_spec` instead of the returned one.
     """
     spec, widths = architecture.diff_spec, latent_widths(architecture)
     if widths is None:
@@ -64,7 +64,7 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
         UsageError: the ranges have no keys or no values, or were clipped for another width.
     """
     ranges.check(Recipe.of(kv=f"{bits}:static"))
-    orders = state_order(source)
+    orders = exported_cache_channels(source)
     shape = (1, op_spec(source.architecture).kv_pairs, 1, -1)
     scales = {}
     for layer in source.architecture.token_rows:
@@ -84,10 +84,12 @@ def _latent_scales(turned: Tensor, latent: Tensor, bits: int) -> list[np.ndarray
     return [np.concatenate([of_latent, of_turned]), np.concatenate([of_latent, np.ones_like(of_turned)])]
 
 
-def state_order(source: Source) -> tuple[Tensor, Tensor]:
-    """Return the index of each of the model's key channels [key heads, d] and value channels [h_kv, dv] in cache rows.
+def exported_cache_channels(source: Source) -> tuple[Tensor, Tensor]:
+    """Return where the exported cache stores each of the model's key and value channels.
 
-    The indices are into a token's exported keys or values, flattened over the KV pairs.
+    Returns:
+        Indices of the key channels [key heads, key width] and of the value channels [KV pairs, value width], into a
+        token's exported keys or values, flattened over the KV pairs.
     """
     if widths := latent_widths(source.architecture):
         latent, turned = widths
@@ -159,7 +161,7 @@ class ExportPlan:
         }
 
     def read_small_matrix(self, name: str) -> Tensor:
-        """Read all rows of a matrix in float32."""
+        """Read a whole matrix in float32; use it for small ones, such as λ projections."""
         matrix = read_matrix(self.source, name, FULL)
         return matrix.floats(0, matrix.shape[0])
 
@@ -217,14 +219,14 @@ def check_exportable(source: Source, verb: str) -> None:
     """Check that an export exists for a checkpoint's architecture and for all of its blocks.
 
     Raises:
-        CheckpointError: there is none for some of them, which the message names.
+        CheckpointError: there is no export for the architecture or some blocks; the message names them.
     """
     architecture = source.architecture
     blocks = [*(block for layer in architecture.layers for block in layer.values()), architecture.final_norm[1]]
     missing = {type(block).__name__: None for block in blocks if not block.exported_by}
     if missing or not architecture.export:
         what = first_few(missing, ", ") or type(architecture).__name__
-        raise source.not_taken(verb, f", because there is no export for {what}")
+        raise source.unsupported_error(verb, f", because there is no export for {what}")
 
 
 def _layer_problems(architecture: Architecture, options: ExportOptions) -> Iterator[str]:
@@ -234,7 +236,7 @@ def _layer_problems(architecture: Architecture, options: ExportOptions) -> Itera
         yield f"{option_name('web')} shows attention in every layer, but its {' and '.join(others)} layers have none"
     cached = list(architecture.token_rows.values())
     if options.web and any(rows.window for rows in cached):
-        yield f"the page of {option_name('web')} draws whole maps, but some of its layers see a window"
+        yield f"the page of {option_name('web')} draws whole maps, but some layers attend only within a window"
     odd = {rows.values[1] for rows in cached if rows.values[1] % 2}
     if options.kv_bits == 4 and odd:
         what = "latents" if cached[0].is_latent else "cached values"
@@ -248,18 +250,18 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _MOVING_ROPE:
-        problems.append(f"its rope_type {rope['rope_type']!r} changes with the sequence's length")
+        problems.append(f"its RoPE angles depend on the sequence's length (rope_type {rope['rope_type']!r})")
     # Size of both RoPE tables, cosines and sines, with half a key row's channels each.
     angles = config.max_position_embeddings * key_width(spec) * options.torch_dtype.itemsize
     if spec.rope != "none" and angles >= _LARGEST_GRAPH:
         problems.append(
             f"its max_position_embeddings {config.max_position_embeddings:,} need {angles / 1e9:.1f} GB of angles, but "
-            "model.onnx must be below 2 GB: state fewer positions in config.json"
+            "model.onnx must be below 2 GB: reduce max_position_embeddings in config.json"
         )
     if spec.scale_by_init and spec.post_norm == "none":
         problems.append("it scales attention by 1 - λ_init without a norm")
     if spec.value_dim != key_width(spec):
-        problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
+        problems.append(f"its values have {spec.value_dim} channels and its keys {key_width(spec)}; both must be equal")
     if spec.maps == 1 and options.logits.quantizes:
         problems.append(f"a Transformer's logits cannot be rounded in ONNX Runtime: leave out {option_name('logits')}")
     if spec.maps == 1 and options.web:
@@ -272,22 +274,22 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     return problems
 
 
-def rounded_inputs(source: Source) -> list[str]:
-    """Return the schemes of activations in a checkpoint's recipe."""
+def activation_schemes(source: Source) -> list[str]:
+    """Return the schemes, as text, with which a checkpoint's recipe quantizes activations."""
     return sorted({str(scheme) for scheme in source.recipe.schemes_of("activations") if scheme.quantizes})
 
 
 def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str]:
-    others = [scheme for scheme in rounded_inputs(source) if not scheme.startswith("8")]
+    others = [scheme for scheme in activation_schemes(source) if not scheme.startswith("8")]
     if others:
         yield (
             f"its recipe rounds activations to {' and '.join(others)}, and ONNX Runtime multiplies codes with "
             "activations of 8 bits: quantize without activations, or with 8"
         )
-    elif rounded_inputs(source) and options.accuracy_level == 1:
+    elif activation_schemes(source) and options.accuracy_level == 1:
         yield f"its recipe rounds activations to 8 bits: leave out {option_name('accuracy_level', 1)}, which does not"
 
 
 def key_width(spec: DiffSpec) -> int:
-    """Return the width dk of a KV pair's cached key row, which holds the keys of both maps in V1; it is also dv."""
+    """Return the width of a KV pair's cached keys, which in V1 are those of both maps; values are as wide."""
     return spec.layout.height("k_proj") // spec.kv_pairs

@@ -9,19 +9,19 @@ from onnx import TensorProto
 
 from diffquant.errors import UsageError
 from diffquant.onnx.graph.op import OpAttributes
-from diffquant.onnx.graph.pure_cache import stored_rows
+from diffquant.onnx.graph.pure_cache import cache_update_text
 from diffquant.recipe.numbers.absmax import max_code
 from diffquant.recipe.numbers.simulation import SHIFT_RANGE
 
 
 def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collection[str]) -> str:
-    """Return the nodes of the pure body as text.
+    """Return the nodes of the "pure" body as text in onnx's syntax.
 
     Args:
         attributes: attributes of the nodes that will use it.
         width: width d of a query head.
         cached: whether nodes have past keys and values as inputs.
-        gates: which of `GATES` nodes have as inputs.
+        gates: names among `GATES` of the gates that nodes have as inputs.
 
     Raises:
         UsageError: the cache has 6 bits, which standard ops cannot read.
@@ -36,7 +36,7 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collect
     parts.append(f"""   value_shape = Constant <value = int64[4] {{0, 0, {kv_pairs}, {key_width}}}> ()
    value_rows = Reshape (value, value_shape)
    value_turned = Identity (value_rows)""")
-    parts += [stored_rows(name, kv_pairs, key_width, attributes, cached) for name in ("key", "value")]
+    parts += [cache_update_text(name, kv_pairs, key_width, attributes, cached) for name in ("key", "value")]
     parts.append(_logits(attributes, width))
     parts.append(_simulate_rounding(attributes) if attributes.logit_bits else "   scores = Identity (logits)")
     parts.append(_output(attributes, key_width, gates))

@@ -9,8 +9,16 @@ from diffquant.onnx.graph.op import OpAttributes
 from diffquant.recipe.numbers.absmax import max_code
 
 
-def stored_rows(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
-    """Compute present_{name}, and its dequantized values {name}_read [B, h_kv, S, width] in float32."""
+def cache_update_text(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
+    """Return nodes that compute present_{name}, and its dequantized values {name}_read in float32.
+
+    Args:
+        name: "key" or "value".
+        kv_pairs: number h_kv of KV pairs.
+        width: channels of a KV pair; {name}_read is [B, h_kv, S, width] for a cache of S tokens.
+        attributes: attributes of the nodes that will use the body.
+        cached: whether nodes have past keys and values as inputs.
+    """
     bits = attributes.kv_bit_width
     scale = f"{name[0]}_scale"
     stored_width = width // 2 if bits == 4 else width

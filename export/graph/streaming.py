@@ -32,7 +32,7 @@ class Streamed:
         row_bytes: stored bytes of a row.
         width: elements of a row in the checkpoint.
         make: returns a tensor with the stored bytes of rows, given the first and the last (exclusive) row.
-        follows: whether it is stored right behind the tensor before it, so that both can be read as one.
+        follows: whether the data is stored directly after the preceding tensor's, so that both can be read as one.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Streamed:
         return self.shape[0] * self.row_bytes
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return the blocks of rows to compute at a time, as pairs of first and last (exclusive) row."""
+        """Return the blocks of rows to compute at a time, as tuples of first and last (exclusive) row."""
         rows = max(1, BLOCK_ELEMENTS // max(1, self.width))
         return ((first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows))
 
 
-def place(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> tuple[dict[str, TensorProto], int]:
-    """Assign offsets in the data file; return initializers by name that refer to them, and the file's size in bytes."""
+def assign_offsets(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> tuple[dict[str, TensorProto], int]:
+    """Assign tensors to offsets in the data file; return their initializers by name, and the file's size in bytes."""
     placed: dict[str, TensorProto] = {}
     end = 0
     for tensor in tensors:
@@ -66,7 +66,7 @@ def place(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> tuple[dict
 
 def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
     """Write the data file, with a few blocks of rows per core in memory."""
-    placed, size = place(tensors)
+    placed, size = assign_offsets(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
     with closing(PlacedFile(path, size)) as file, open_workers() as pool:
@@ -92,8 +92,8 @@ def _reference(tensor: Streamed, offset: int, data_name: str) -> TensorProto:
     return proto
 
 
-def spanning(tensors: Sequence[TensorProto], name: str, shape: Sequence[int]) -> TensorProto:
-    """Return an initializer with this name and shape for the bytes of tensors stored right behind each other."""
+def make_view(tensors: Sequence[TensorProto], name: str, shape: Sequence[int]) -> TensorProto:
+    """Return an initializer with this name and shape whose bytes are those of tensors stored without gaps between."""
     other = TensorProto()
     other.CopyFrom(tensors[0])
     other.name = name

@@ -21,7 +21,7 @@ def library_path() -> Path | None:
     The environment variable DIFFQUANT_NATIVE_LIBRARY is the path of another library; if it is empty, none is used.
 
     Raises:
-        UsageError: DIFFQUANT_NATIVE_LIBRARY names no file.
+        UsageError: DIFFQUANT_NATIVE_LIBRARY is not the path of a file.
     """
     override = os.environ.get(OVERRIDE)
     if override is None:
@@ -30,7 +30,7 @@ def library_path() -> Path | None:
     if not override:
         return None
     if not Path(override).is_file():
-        raise UsageError(f"{OVERRIDE} is {override}, which is not a file; unset it or build one there")
+        raise UsageError(f"{OVERRIDE} is {override}, which is not a file; unset it, or set it to a library")
     return Path(override)
 
 

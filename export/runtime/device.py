@@ -79,10 +79,10 @@ class RuntimeDevice:
             )
 
     def check_taken(self, session: ort.InferenceSession) -> None:
-        """Check that a session uses the device: if CUDA's libraries are missing, ONNX Runtime falls back to the CPU.
+        """Check that a session runs on the device: without CUDA's libraries, ONNX Runtime falls back to the CPU.
 
         Raises:
-            MissingDependencyError: the session does not use the device.
+            MissingDependencyError: the session does not run on the device.
         """
         if self.provider not in session.get_providers():
             raise MissingDependencyError(
@@ -132,13 +132,13 @@ def cuda_notes(dtype: str, kv_bits: int, is_fused: bool) -> list[str]:
     """
     advice = []
     if dtype == "float32":
-        advice.append(f"takes float16 activations alone; export with {option_name('dtype', 'float16')}")
+        advice.append(f"takes only float16 activations; export with {option_name('dtype', 'float16')}")
     if kv_bits == 4:
         advice.append(f"has no cache of 4 bits; export with {option_name('kv', 8)} or {option_name('kv', 16)}")
-    return [f"attention runs on the processor: on CUDA, ONNX Runtime's {each}" for each in advice if is_fused]
+    return [f"attention runs on the CPU: on CUDA, ONNX Runtime's {each}" for each in advice if is_fused]
 
 
 def describe_cpu_nodes(nodes: dict[str, int]) -> str:
-    """Format the number of nodes by operator that run on the CPU as a sentence."""
+    """Return a sentence with the number of nodes that run on the CPU, by operator."""
     operators = ", ".join(f"{operator} {count}" for operator, count in sorted(nodes.items(), key=lambda x: -x[1]))
-    return f"{sum(nodes.values())} nodes run on the processor: {operators}"
+    return f"{sum(nodes.values())} nodes run on the CPU: {operators}"

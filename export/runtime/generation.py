@@ -52,7 +52,7 @@ class Speed:
 
 
 class Generator:
-    """Continues prompts with an exported folder, without importing torch.
+    """Generates text with an exported folder, without importing torch.
 
     Attributes:
         model: opened model.
@@ -145,7 +145,7 @@ class Generator:
         )
         raise NonFiniteError(
             f"{self.model.folder} computes NaN or infinity in {logits.dtype}, and no token can be chosen: {advice}; "
-            "verify says in which layer that begins"
+            "`diffquant verify` shows in which layer that begins"
         )
 
 
@@ -173,7 +173,7 @@ class FolderTokenizer:
         return list(self._fast.encode(prompt).ids if self._fast else self._slow(prompt)["input_ids"])
 
     def encode_chat(self, prompt: str) -> list[int]:
-        """Return the token ids of a user's message in the chat template.
+        """Return the token ids of a prompt as a user's message in the tokenizer's chat template.
 
         Raises:
             UsageError: the tokenizer's chat template is missing or fails.

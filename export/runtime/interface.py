@@ -57,9 +57,10 @@ def load_graph(folder: Path) -> ModelProto:
 
 
 def follow_links(model: ModelProto, path: Path) -> Path:
-    """Rename external tensors' data files to what symbolic links resolve to, and return the folder of these files.
+    """Replace symbolic links to a graph's data files by the files they lead to, and return the folder of these files.
 
-    Versions of ONNX Runtime differ in the links that they follow from a graph to its data.
+    Only the graph is changed: its tensors then name these files. Versions of ONNX Runtime differ in the links that they
+    follow.
     """
     folder = path.parent
     for tensor in model.graph.initializer:
@@ -71,7 +72,7 @@ def follow_links(model: ModelProto, path: Path) -> Path:
 
 
 def has_linked_data(model: ModelProto, path: Path) -> bool:
-    """Return whether a file of external data is a symbolic link."""
+    """Return whether some data file of the graph in `path` is a symbolic link."""
     names = {
         entry.value for tensor in model.graph.initializer for entry in tensor.external_data if entry.key == "location"
     }
@@ -142,7 +143,7 @@ class CacheShape:
 
 
 def read_interface(graph: onnx.GraphProto, file: Path) -> tuple[CacheShape | None, onnx.TypeProto.Tensor]:
-    """Return the shape of a graph's cache, or None if it has none, and the type of its logits [B, 1 or T, vocabulary].
+    """Return the shape of a graph's cache, if it has one, and the type of the logits [B, 1 or T, vocabulary].
 
     Raises:
         CheckpointError: the inputs or outputs are not those of an exported model; the message names every reason.
@@ -218,7 +219,7 @@ _MOST_EXPANDED = 2**28
 
 
 def set_accuracy(graph: onnx.ModelProto, level: int, folder: Path) -> dict[str, np.ndarray]:
-    """Change every quantized matmul to ONNX Runtime's MatMulNBits at this accuracy level.
+    """Change every quantized matmul of a graph to ONNX Runtime's MatMulNBits with this accuracy level.
 
     Args:
         level: MatMulNBits' accuracy_level: 4 has int8 activations, 1 float32 ones.

@@ -39,7 +39,7 @@ class OnnxRuntime:
     batch_tokens = 1024
 
     def describe(self, folder: Path, device: str) -> ExportedModel:
-        """Return a folder's scheme, sizes and digests, as a sweep records them.
+        """Return a folder's scheme, sizes and digests in the form in which a sweep stores them.
 
         Raises:
             CheckpointError: the folder is damaged, or has changed since export.
@@ -78,14 +78,14 @@ class OnnxRuntime:
         model = OnnxModel(folder, device=device, every_position=True)
         if device == "auto" and model.device.kind == "cpu" and torch.cuda.is_available():
             why = f"ONNX Runtime does not start on CUDA here; {install_command('onnx-gpu')} may help"
-            logging.getLogger(__name__).warning("%s runs on the processor: %s", folder, why)
+            logging.getLogger(__name__).warning("%s runs on the CPU: %s", folder, why)
         if fallbacks := model.fallbacks:
             logging.getLogger(__name__).warning("%s: %s", folder, describe_cpu_nodes(fallbacks))
         return OnnxLanguageModel(model, load_tokenizer(folder))
 
 
 class OnnxCache:
-    """Caches of a batch's sequences; sequences may share arrays, which are never modified."""
+    """The caches of a batch's sequences, a list of arrays each; sequences may share arrays, which never change."""
 
     def __init__(self, rows: list[list[onnxruntime.OrtValue]] | None = None) -> None:
         self.rows = rows or []
@@ -98,10 +98,10 @@ class OnnxCache:
 
 
 class OnnxLanguageModel(LanguageModel):
-    """An exported model for evaluations, whose runtime must return every position; its states are logits."""
+    """An exported model as the evaluations use it; the session must return logits at every position."""
 
     def __init__(self, runtime: OnnxModel, tokenizer: Any = None) -> None:
-        """Wrap an opened model; the tokenizer is needed only to read or generate text."""
+        """Wrap an opened model; `tokenizer` is needed only for text."""
         self.runtime, self.tokenizer = runtime, tokenizer
         self._recipe = read_manifest(runtime.folder).options.recipe
         self._context = read_context_length(runtime.folder)
@@ -131,7 +131,7 @@ class OnnxLanguageModel(LanguageModel):
         return OnnxCache()
 
     def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> States:
-        """Return logits [B, T, V]; 0 for new tokens that the mask hides."""
+        """Return logits [B, T, V] of new tokens [B, T]; 0 for those that the mask hides."""
         batch, length = ids.shape
         cache = cache if isinstance(cache, OnnxCache) else OnnxCache()
         pasts = cache.rows or [self.runtime.empty_cache(1) for _ in range(batch)]

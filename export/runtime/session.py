@@ -14,7 +14,7 @@ from diffquant.errors import CheckpointError
 from diffquant.onnx.files import model_file
 from diffquant.onnx.graph.op import DOMAIN, NAME
 from diffquant.onnx.graph.ops import MATMUL, QUANTIZED_ATTENTION
-from diffquant.onnx.graph.padding import return_every_position
+from diffquant.onnx.graph.padding import compute_all_logits
 from diffquant.onnx.native import OVERRIDE, library_path
 from diffquant.onnx.runtime.device import RuntimeDevice, count_cpu_nodes
 from diffquant.onnx.runtime.interface import (
@@ -43,7 +43,7 @@ class OnnxModel:
         cache: shape of the cache, or None if the model has none.
         vocabulary: number of logits per token.
         dtype: dtype of the logits.
-        device: device that it runs on.
+        device: device that the model runs on.
         gives_every_position: whether a call returns the logits of every new token, not only of each sequence's last.
     """
 
@@ -79,7 +79,7 @@ class OnnxModel:
         self.folder = folder
         is_changed = bool(extra_outputs) or accuracy_level is not None or has_linked_data(graph, model_file(folder))
         if every_position:
-            is_changed |= return_every_position(graph)
+            is_changed |= compute_all_logits(graph)
         self.cache, logits = read_interface(graph.graph, model_file(folder))
         _, positions, vocabulary = logits.shape.dim
         self.vocabulary: int = vocabulary.dim_value
@@ -143,8 +143,9 @@ class OnnxModel:
         """Run one call; return the named outputs as arrays, and the extended caches, which stay on the device.
 
         Args:
-            ids: int64 [B, T].
-            mask: int64 [B, S], a column for each token of this and of earlier calls; 0 for padding on either side.
+            ids: token ids, int64 [B, T].
+            mask: attention mask, int64 [B, S], a column for each token of this and of earlier calls; 0 for padding on
+                either side.
             past: caches from `empty_cache` or from the previous call.
         """
         binding = self.session.io_binding()
@@ -232,7 +233,7 @@ def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions
 
 
 def lacks_kernels(graph: onnx.ModelProto) -> bool:
-    """Return whether the graph has ops with native kernels, and there is no native library."""
+    """Return whether a graph has ops with native kernels although the native library is not built."""
     return library_path() is None and any((node.domain, node.op_type) in _NATIVE for node in graph.graph.node)
 
 
@@ -242,7 +243,7 @@ def _say_once_that_bodies_run() -> None:
     if OVERRIDE not in os.environ:
         logging.getLogger(__name__).warning(
             "no native library is built: ONNX Runtime computes the model by the ops' function bodies, which is slower; "
-            "python -m diffquant.onnx.native builds one"
+            "build it with python -m diffquant.onnx.native"
         )
 
 

@@ -39,8 +39,8 @@ class ExportedWeights:
 
     Attributes:
         model: the model.
-        rounds: whether some matmuls round their activations to int8.
-        flipping: relative noise with which some values move to a neighbouring code, attention logits included.
+        rounds: whether some of the export's matmuls round their activations to int8.
+        flipping: relative noise with which some quantized values, logits included, move to a neighbouring code.
         knows_rounding: whether ONNX Runtime's rounding of activations is a rule that is implemented here.
     """
 

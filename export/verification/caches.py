@@ -17,7 +17,7 @@ from diffquant.recipe.numbers.absmax import max_code
 
 
 def scale_error(cache: "StaticCache", ranges: Ranges) -> float:
-    """Return the largest relative difference of a cache's scales from those of calibrated ranges, over all channels."""
+    """Return the largest relative difference of a cache's scales from those that calibrated ranges give."""
     errors = [
         (scale.flatten() * max_code(cache.bits) / ranges.tensors[f"layers.{layer}.{target}"].flatten() - 1).abs().max()
         for layer, scales in cache.scales.items()
@@ -27,13 +27,21 @@ def scale_error(cache: "StaticCache", ranges: Ranges) -> float:
 
 
 def to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Reorder k_scale to [1, key heads, 1, d] and v_scale to [1, h_kv, 1, dv] of DiffTransformer."""
+    """Reorder an export's cache scales to the heads and channels of DiffTransformer.
+
+    Args:
+        scales: k_scale and v_scale of a layer.
+        orders: result of `exported_cache_channels`.
+
+    Returns:
+        Scales [1, key heads, 1, key width] of keys and [1, KV pairs, 1, value width] of values.
+    """
     keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, orders, strict=True))
     return keys, values
 
 
 class StaticCache(DynamicCache):
-    """A cache that quantizes and dequantizes the keys and values of whole sequences, and stores none.
+    """A cache that returns new keys and values quantized and dequantized, and stores none.
 
     Attributes:
         scales: scales of keys and values by layer.
@@ -65,7 +73,7 @@ class StaticCache(DynamicCache):
         return keys, values
 
     def clips(self, layer: int) -> bool:
-        """Return whether some of a layer's keys or values so far exceeded the largest code."""
+        """Return whether some of a layer's keys or values so far were clipped to the largest code."""
         limit = max_code(self.bits)
         pairs = zip(self.largest[layer], self.scales[layer], strict=True)
         # Half a code of tolerance: a scale may be rounded down in its last digit.
@@ -82,7 +90,7 @@ class StaticCache(DynamicCache):
 
 
 def cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
-    """Read the cache's static scales by layer; empty if the cache is not quantized."""
+    """Read the static cache scales in an exported graph by layer; empty if the cache is not quantized."""
     tensors = {
         tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))
     }
@@ -101,8 +109,8 @@ class Past:
     """Cached keys and values before a sequence, the same in all layers.
 
     Attributes:
-        keys: [1, key heads, P, d] in DiffTransformer's order; if the cache is quantized, codes as floats.
-        values: [1, h_kv, P, dv] in DiffTransformer's order; if the cache is quantized, codes as floats.
+        keys: [1, key heads, P, key width] in DiffTransformer's order; if the cache is quantized, codes as floats.
+        values: [1, KV pairs, P, value width] in DiffTransformer's order; if the cache is quantized, codes as floats.
         states: recurrent states [1, ...] of layers without keys and values, or None if there are no such layers.
     """
 
@@ -118,7 +126,7 @@ class Past:
         orders: tuple[Tensor, Tensor],
         states: tuple[Tensor, Tensor] | None = None,
     ) -> "Past":
-        """Convert stored rows [1, h_kv, P, entries] of an exported model's caches."""
+        """Convert an export's cached keys and values [1, KV pairs, P, entries], in `exported_cache_channels`' order."""
         flat = (torch.from_numpy(_codes(x)[0]).movedim(0, 1).flatten(1) for x in (keys, values))
         of_model = [rows[:, order].movedim(0, 1)[None].float() for rows, order in zip(flat, orders, strict=True)]
         return cls(of_model[0], of_model[1], states)
@@ -136,11 +144,11 @@ class Past:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a sequence is fed to a model; by default in one call without a past.
+    """How a model reads a sequence; by default in one call without a past.
 
     Attributes:
         calls: number of tokens in each call; empty for one call. A dynamic scale of the logits is per call.
-        past: cached rows before the sequence, or None if there are none.
+        past: cached keys and values before the sequence, or None if there are none.
     """
 
     calls: tuple[int, ...] = ()
@@ -155,7 +163,7 @@ class GrowingCache(DynamicCache):
 
     Attributes:
         static: cache that rounds keys and values, or None to leave them unchanged.
-        past: rows before the first call, or None if there are none.
+        past: keys and values before the first call, or None if there are none.
         held: keys and values after rounding, of each packed sequence or of the batch; () before the first call.
         lengths: number of each packed sequence's tokens in a call; () for a batch.
     """

@@ -25,9 +25,15 @@ from diffquant.onnx.verification.errors import (
     stage_errors,
     stage_noise,
 )
-from diffquant.onnx.verification.passages import LONG_CONTEXT, FarCalls, cut_beginnings, iterate_far_calls, reach
+from diffquant.onnx.verification.passages import (
+    LONG_CONTEXT,
+    FarCalls,
+    count_reached_positions,
+    cut_beginnings,
+    iterate_far_calls,
+)
 from diffquant.onnx.verification.reference import Reference
-from diffquant.onnx.verification.report import Measure, Route, Verification, measures, nearest_limit
+from diffquant.onnx.verification.report import Measure, Route, Verification, measures, worst_measure
 from diffquant.onnx.verification.routes import (
     IN_PLACE,
     PREFILL,
@@ -35,13 +41,13 @@ from diffquant.onnx.verification.routes import (
     Session,
     as_float32,
     cut_logits,
-    last_positions,
     list_sessions,
     prefill,
     relative_error,
     routes,
+    run_last_positions,
 )
-from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, loses_tokens
+from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, has_lower_agreement
 from diffquant.recipe import Recipe
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
@@ -57,7 +63,10 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 @dataclass
 class Comparison:
-    """Compares a folder's sessions and routes with one reference; tolerance, threads and device are as in `verify`."""
+    """Compares an exported folder with its torch reference, in every session and route (see `routes`).
+
+    Tolerance, threads and device are as in `verify`.
+    """
 
     folder: Path
     manifest: Manifest
@@ -88,10 +97,10 @@ class Comparison:
         self._reached = 0
 
     def verification(self, scales: Measure | None, rotation: Measure | None, bodies: Sequence[str]) -> Verification:
-        """Run all sessions and routes, and return the results.
+        """Run all routes in all sessions, and return the result; the arguments are further results to include.
 
         Args:
-            scales: error of the cache's scales against calibration's, or None if there is none to compare.
+            scales: error of the cache's scales against the calibrated ones, or None if these are unknown.
             rotation: error of the RoPE tables, or None if there are none.
             bodies: nodes whose attributes differ from those of their function bodies, as sentences.
         """
@@ -197,7 +206,7 @@ class Comparison:
                     if session.is_folder
                     else model
                 )
-                runs = last_positions(used, self._beginnings)
+                runs = run_last_positions(used, self._beginnings)
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
         # Rounded activations affect only matmuls, all kinds of which the routes above run; the graph is the same.
         if not session.rounds:
@@ -213,7 +222,7 @@ class Comparison:
     def _long_context(self, session: Session, model: OnnxModel, usual: StageNoise) -> Route:
         """Compare calls at far positions of the context, each with the error that rounding explains."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
-        self._reached = reach(model, self.reference.model.config.max_position_embeddings)
+        self._reached = count_reached_positions(model, self.reference.model.config.max_position_embeddings)
         calls = iterate_far_calls(model, self.reference, self.passages, self._outputs)
         while far := self._read_far(calls, session):
             reading, sequences, given = far
@@ -226,7 +235,7 @@ class Comparison:
             # The passages have many more positions, so flips are likelier among them.
             largest_noise = max(noise.largest, usual.largest)
             found.append(measures(errors, noise.flipped.quantile(0.9), largest_noise, MARGIN))
-        typical, largest = (tuple(map(nearest_limit, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
+        typical, largest = (tuple(map(worst_measure, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
         return Route(session.name, LONG_CONTEXT, typical, largest, None, None)
 
     def _read_far(self, calls: Iterator[FarCalls], session: Session) -> FarCalls | None:
@@ -280,7 +289,7 @@ class Comparison:
             )
         # With codes of more than 4 bits, activations are always rounded.
         has_choice = any(tensor["container_bits"] == 4 for tensor in self.manifest.tensors.values())
-        if self._rounds and has_choice and loses_tokens(self._tokens):
+        if self._rounds and has_choice and has_lower_agreement(self._tokens):
             rounded, exact = [each.agreement for each in self._tokens.values()][:2]
             yield (
                 f"the top-1 token equals torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "

@@ -29,10 +29,11 @@ class StageErrors:
 
     @property
     def largest(self) -> tuple[float, ...]:
+        """Largest error of each stage."""
         return self.quantile(1.0)
 
     def quantile(self, share: float) -> tuple[float, ...]:
-        """Return each stage's quantile of the errors at all positions; `share` is from 0 to 1."""
+        """Return a quantile (0 to 1) of each stage's errors over all positions."""
         return tuple(float(torch.cat(parts).quantile(share)) for parts in zip(*self.passages, strict=True))
 
     def cut(self, firsts: Sequence[int] = (), lengths: Sequence[int] = ()) -> "StageErrors":
@@ -52,9 +53,9 @@ class StageNoise:
     """Errors that rounding alone causes in the reference.
 
     Attributes:
-        rounded: errors if noise as large as its rounding error is added to every result.
+        rounded: errors if noise as large as rounding errors is added to the output of every module.
         flipped: errors if the noise is so large that some quantized values move to a neighbouring code.
-        many_flipped: errors if it is so large that codes of every kind do, those of attention logits included.
+        many_flipped: errors if the noise is so large that codes of every kind move, those of logits included.
     """
 
     rounded: StageErrors
@@ -62,7 +63,7 @@ class StageNoise:
     many_flipped: StageErrors
 
     def typical(self, firsts: Sequence[int]) -> tuple[float, ...]:
-        """Return a bound for each stage that the median error over the passages' positions hardly ever exceeds."""
+        """Return for each stage a bound that the median error over positions from `firsts` on hardly ever exceeds."""
         # A cache code that flips affects all later positions, so passages are the independent samples, not positions.
         # Four standard errors, where a passage counts as four samples.
         share = 0.5 + 1 / math.sqrt(len(firsts))
@@ -72,7 +73,7 @@ class StageNoise:
 
     @property
     def largest(self) -> float:
-        """The largest error of any stage: it is chance in which stage a code flips."""
+        """The largest error over all stages, since it is chance in which stage a code moves to a neighbour."""
         return max(self.many_flipped.largest)
 
 
@@ -83,7 +84,7 @@ def stage_errors(
     firsts: Sequence[int],
     readings: Sequence[Reading],
 ) -> StageErrors:
-    """Return the errors of each stage of the runtime, given the runtime's own output of the stage before.
+    """Return the errors of each of the runtime's stages, each given the runtime's output of the stage before.
 
     Args:
         reference: torch reference, set to compute as the runtime should.
@@ -111,7 +112,7 @@ def stage_noise(
     flips_alone: bool = False,
     whole: tuple[Sequence[np.ndarray], Sequence[Sequence[Tensor]]] | None = None,
 ) -> StageNoise:
-    """Measure the errors that rounding causes: add noise to the reference's stages, given the same inputs.
+    """Measure the errors that rounding causes, by adding noise inside each stage of the reference.
 
     Args:
         reference: torch reference.
@@ -119,9 +120,9 @@ def stage_noise(
         states: the runtime's outputs of all stages for each passage.
         rounds: whether activations are rounded to int8.
         reading: how every passage was split into calls.
-        flips_alone: do not measure `rounded`; it is then the same as `flipped`.
-        whole: whole passages and their states, if the ones above are only their beginnings. `many_flipped` is measured
-            on these, since the largest error grows with the number of positions.
+        flips_alone: do not measure `StageNoise.rounded`, and set it to `flipped`.
+        whole: whole passages and their states, if `passages` are only their beginnings. `many_flipped` is measured on
+            whole passages, since the largest error grows with the number of positions.
     """
     many = reference.flipping
     rounded = FLIPPING if flips_alone else 0.0
@@ -161,7 +162,7 @@ def _disturb_stages(
 def cache_excess(
     reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]
 ) -> tuple[int, float]:
-    """Compare the quantized cache's rounding error with its error under scales fitted to these passages.
+    """Compare the rounding error of a quantized cache with that under scales fitted to these passages.
 
     Args:
         reference: torch reference with a quantized cache, which has read the passages.
@@ -176,11 +177,11 @@ def cache_excess(
         raise DiffQuantError("the model has no quantized cache to measure")
     # Neither the embedding nor the head has a cache.
     layers = range(1, reference.layers + 1)
-    with reference.cache_of(None):
+    with reference.simulate_cache(None):
         wanted = _compute_wanted(reference, passages, states, numbers=layers)
     typical = []
     for cache in (given, given.fit_scales()):
-        with reference.cache_of(cache):
+        with reference.simulate_cache(cache):
             rounded = _outputs(_compute_wanted(reference, passages, states, numbers=layers))
         typical.append(_compare(rounded, wanted).quantile(0.5))
     ratios = np.array([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*typical, strict=True)])
@@ -190,7 +191,13 @@ def cache_excess(
 
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
-    """Return the RMS error at each position [B·T], relative to the RMS of what the stage adds to its input `before`."""
+    """Return the RMS error at each position [B·T], relative to the RMS of what the stage adds to its input.
+
+    Args:
+        got: the stage's output [B, T, D].
+        wanted: expected output [B, T, D].
+        before: the stage's input [B, T, D].
+    """
     return _rms(got - wanted) / _rms(wanted - before).clamp(min=1e-30)
 
 
@@ -198,7 +205,7 @@ def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the RMS error of logits, relative to the standard deviation of the expected ones over the vocabulary.
 
     Args:
-        pairs: computed and expected logits [1, T, V], a pair for each passage.
+        pairs: for each passage, computed and expected logits [1, T, vocabulary].
     """
     difference = spread = 0.0
     for got, wanted in pairs:

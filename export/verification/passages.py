@@ -49,7 +49,7 @@ def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.nd
 
 
 def cut_beginnings(passages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Cut each passage to its first `BEGINNING` / `LONGEST` part."""
+    """Cut each passage [1, T] to the first `BEGINNING` / `LONGEST` of its tokens."""
     return [ids[:, : max(min(_SHORTEST, ids.shape[1]), ids.shape[1] * BEGINNING // LONGEST)] for ids in passages]
 
 
@@ -89,24 +89,30 @@ _MOST_BYTES = 2**28
 _MOST_UNCACHED = 1024
 
 
-def reach(model: OnnxModel, positions: int) -> int:
-    """Return the number of the context's positions that `iterate_far_calls` reaches."""
+def count_reached_positions(model: OnnxModel, positions: int) -> int:
+    """Return how many of the context's positions, `positions` in all, `iterate_far_calls` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
 
 def iterate_far_calls(
     model: OnnxModel, reference: Reference, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> Iterator[FarCalls]:
-    """Yield the outputs of single tokens at position 0 and behind ever longer random pasts, up to `reach` positions.
+    """Run single tokens at position 0 and behind random caches of growing length, and yield their outputs.
 
-    A model without a cache runs one sequence of `reach` tokens instead of single tokens behind pasts.
+    The last position is that of `count_reached_positions`. A model without a cache instead runs one sequence up to it.
+
+    Args:
+        model: exported model to run.
+        reference: torch reference, for its cache layout.
+        passages: token ids [1, T] to take tokens from.
+        outputs: names of the graph's values to return.
 
     Yields:
-        The reference's `Reading` for some calls that are compared together, a list of each call's token ids [B, T], and
-        a list of each call's `outputs`, [B, T, ...] each.
+        For calls that are compared together: the reference's `Reading`, each call's token ids [B, T], and each call's
+        `outputs`, [B, T, ...] each.
     """
     text = np.concatenate(passages, 1)
-    end = reach(model, reference.model.config.max_position_embeddings)
+    end = count_reached_positions(model, reference.model.config.max_position_embeddings)
     tokens = text[0, np.linspace(0, text.shape[1] - 1, TOKENS, dtype=int)][:, None]
     yield WHOLE, [tokens], [_read(model, tokens, outputs)]
     if model.cache is None:
@@ -116,7 +122,7 @@ def iterate_far_calls(
     sizes, states_after = _row_sizes(model, passages[-1])
     for length in past_lengths(end):
         drawn = [_random_rows(model.cache, length, size, seed) for seed, size in enumerate(sizes)]
-        rows = reference.rows_of_a_cache(*drawn)
+        rows = reference.adapt_random_cache(*drawn)
         keys, values = (part[:, :, :length] for part in rows)
         past = reference.past(keys, values, states_after)
         at_once = max(1, _MOST_BYTES // (past.nbytes + 1))
@@ -126,7 +132,7 @@ def iterate_far_calls(
 
 
 def past_lengths(end: int) -> list[int]:
-    """Return the numbers of cached tokens before the tested one, at most `end` - 1."""
+    """Return the numbers of cached tokens to test behind, ascending, up to `end` - 1."""
     last = end - 1
     powers = (2**power - 1 for power in range(10, last.bit_length() + 1, 4))
     return sorted({length for length in (*_PASTS, *powers, last) if 0 < length <= last})

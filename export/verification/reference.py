@@ -16,7 +16,7 @@ from diffquant.checkpoints.source import Source
 from diffquant.family.mask import Mask
 from diffquant.measure import shares_prefixes
 from diffquant.model.modeling import DiffLayer
-from diffquant.onnx.graph.plan import Scales, state_order
+from diffquant.onnx.graph.plan import Scales, exported_cache_channels
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.arithmetic import SUM, ExportedWeights
 from diffquant.onnx.verification.caches import (
@@ -57,7 +57,7 @@ class Reference(ExportedWeights):
             exact_bits: widths of the weight codes that the graph multiplies with float32 activations.
         """
         super().__init__(source, options, exact_bits)
-        self._orders = state_order(source)
+        self._orders = exported_cache_channels(source)
         by_layer = {layer: to_model_order(layer_scales, self._orders) for layer, layer_scales in scales.items()}
         self.cache = StaticCache(by_layer, options.kv_bits) if scales else None
         self.layers = self.model.config.num_hidden_layers
@@ -77,20 +77,20 @@ class Reference(ExportedWeights):
         """Names of the stages in order."""
         return ["the embedding", *(f"layer {layer}" for layer in range(self.layers)), "the head"]
 
-    def cache_of(self, cache: "StaticCache | None") -> AbstractContextManager[None]:
-        """Round keys and values with another cache inside the context, or not at all with None."""
+    def simulate_cache(self, cache: "StaticCache | None") -> AbstractContextManager[None]:
+        """Inside the context, round keys and values with this cache, or not at all if it is None."""
         return self._set(cache=cache, _is_other_cache=cache is not self.cache)
 
     def reading(self, reading: Reading) -> AbstractContextManager[None]:
-        """Split sequences into calls, or run them behind cached rows, inside the context."""
+        """Inside the context, split sequences into calls and run them behind a past as the `Reading` specifies."""
         return self._set(_reading=reading)
 
     @torch.no_grad()
     def stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
         """Compute a stage's outputs for some sequences, [B, T - first, D or V] each.
 
-        A stage keeps its last whole sequence of each length. An input that is a prefix of one is not computed again. If
-        only the positions before `first` are the same, only those from `first` on are computed.
+        Results are reused: a stage stores its last whole sequence of each length. An input that is a prefix of a stored
+        one is not computed again. If only the positions before `first` are equal, those from `first` on are computed.
 
         Args:
             number: index of the stage in `stages`.
@@ -182,7 +182,7 @@ class Reference(ExportedWeights):
         cos, sin = (torch.cat(parts, 1) for parts in zip(*tables, strict=True))
         visible = [torch.ones(new, past + new).tril(past) for new, past in zip(lengths, pasts, strict=True)]
         cache = GrowingCache(self.cache, None, cached, lengths)
-        mask = Mask(seen=torch.block_diag(*visible).bool()[None, None])
+        mask = Mask(explicit=torch.block_diag(*visible).bool()[None, None])
         layer = cast(DiffLayer, self.model.model.layers[number - 1])
         output = layer(torch.cat(list(sequences), 1), (cos, sin), mask, cache)
         return list(zip(output.split(lengths, 1), cache.held, strict=True))
@@ -204,12 +204,17 @@ class Reference(ExportedWeights):
             first += chunk.shape[1]
         return torch.cat(parts, 1), cache.held[0]
 
-    def rows_of_a_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return random cache rows [1, h_kv, P, entries], changed where the model needs keys and values to agree."""
+    def adapt_random_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return random cached keys and values [1, KV pairs, P, entries], changed if the model needs them to agree."""
         return keys, values
 
     def past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
-        """Convert the exported model's cache rows [1, h_kv, P, entries] and states [1, ...] for a `Reading`."""
+        """Convert an exported model's cached keys and values, and its recurrent states, for a `Reading`.
+
+        Args:
+            keys, values: [1, KV pairs, tokens, entries], as stored.
+            states: [1, ...] each; empty for a model without recurrent states.
+        """
         of_layer = tuple(torch.from_numpy(state.astype(np.float32)) for state in states)
         return Past.of(keys, values, self._orders, (of_layer[0], of_layer[1]) if of_layer else None)
 

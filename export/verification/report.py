@@ -42,7 +42,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Route:
-    """Errors of one way to run the passages in one session, against torch and against the session's prefill.
+    """Errors of one route, a way to feed passages to a session, against torch and against the session's prefill.
 
     Attributes:
         session: name of the session.
@@ -61,14 +61,14 @@ class Route:
     against_prefill: Measure | None
 
     @property
-    def of_logits(self) -> tuple[Measure, ...]:
-        """The errors of the logits that were measured."""
+    def logit_measures(self) -> tuple[Measure, ...]:
+        """The measured errors of the logits: none, one or two."""
         return tuple(each for each in (self.logits, self.against_prefill) if each is not None)
 
     @property
     def measures(self) -> tuple[Measure, ...]:
         """All measured errors."""
-        return (*self.typical, *self.largest, *self.of_logits)
+        return (*self.typical, *self.largest, *self.logit_measures)
 
     @property
     def passed(self) -> bool:
@@ -91,7 +91,7 @@ class Verification(Readable):
         positions: number of tokens in the passages.
         reached: number of the context's positions that were tested with single tokens.
         stages: names of the stages in order.
-        routes: errors of every way to run the folder.
+        routes: errors of every route in every session.
         cache: ratio of the quantized cache's median rounding error to the error under scales fitted to the passages,
             in the layer with the largest ratio, or None if the cache has the activations' type.
         cache_layer: index of that layer.
@@ -99,9 +99,9 @@ class Verification(Readable):
         scales: largest relative difference of the cache's scales from calibration's, or None if the folder has no
             record of its calibration.
         rotation: error of the RoPE tables divided by the error that rounding explains, or None if nothing is rotated.
-        failures: routes that ONNX Runtime cannot run, with its error.
-        bodies: nodes whose attributes differ from those of their function bodies: such a node computes something else
-            with the native library than without it.
+        failures: routes that ONNX Runtime cannot run, with the error.
+        bodies: nodes whose attributes differ from their function bodies, as sentences: such a node computes something
+            else with the native library than without it.
         tokens: next-token predictions of prefill compared with the float32 reference's, by session.
         notes: sentences for the user.
     """
@@ -133,7 +133,7 @@ class Verification(Readable):
 
     @property
     def largest_share(self) -> float:
-        """The largest ratio of any error to its limit; infinite if a NaN was measured."""
+        """Largest ratio of an error to its limit; infinite if an error is NaN."""
         beside = (self.cache, self.scales, self.rotation)
         routes = (measure for route in self.routes for measure in route.measures)
         return max((each.ratio for each in (*routes, *beside) if each is not None), default=0.0)
@@ -142,9 +142,9 @@ class Verification(Readable):
         return {"passed": self.passed, "verdict": self.verdict(), **asdict(self)}
 
     def verdict(self) -> str:
-        """Return a line with PASS and what was compared, or FAIL and where the folder first exceeds a limit."""
+        """Return one line: PASS and what was compared, or FAIL and where the folder first exceeds a limit."""
         if not self.passed:
-            return f"FAIL: {self.folder}: {self.divergence()}"
+            return f"FAIL: {self.folder}: {self.describe_first_failure()}"
         return (
             f"PASS: {len(self.stages)} stages at {self.positions} positions by {len(self.routes)} routes; "
             f"largest error {self.largest_share:.0%} of its limit"
@@ -171,15 +171,15 @@ class Verification(Readable):
         lines += [f"{session}: {tokens}" for session, tokens in self.tokens.items()]
         return "\n".join(lines)
 
-    def divergence(self) -> str:
-        """Describe where the folder first exceeds a limit."""
+    def describe_first_failure(self) -> str:
+        """Describe the first failed check: the earliest stage out of tolerance, else logits, RoPE tables or cache."""
         stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
         if stages:
             number, route = min(stages, key=lambda found: found[0])
-            error = nearest_limit((route.typical[number], route.largest[number]))
+            error = worst_measure((route.typical[number], route.largest[number]))
             return f"diverges first in {self.stages[number]} ({route.session}, {route.name}: {error})"
         wrong = [
-            f"{route.session}, {route.name} ({nearest_limit(route.of_logits)})"
+            f"{route.session}, {route.name} ({worst_measure(route.logit_measures)})"
             for route in self.routes
             if not route.passed
         ]
@@ -228,8 +228,8 @@ def measures(
     )
 
 
-def nearest_limit(of: Sequence[Measure]) -> Measure:
-    """Return the measure with the largest ratio to its limit."""
+def worst_measure(of: Sequence[Measure]) -> Measure:
+    """Return the measure with the largest ratio of value to limit."""
     return max(of, key=lambda measure: measure.ratio)
 
 
@@ -239,7 +239,7 @@ _HEADER = _ROW.format("", "stage, typical", "stage, largest", "logits", "against
 
 
 def _row(route: Route) -> str:
-    stages = [nearest_limit(errors) if errors else None for errors in (route.typical, route.largest)]
+    stages = [worst_measure(errors) if errors else None for errors in (route.typical, route.largest)]
     cells = [
         f"{each.value:.1e} {each.ratio:>4.0%}" if each else ""
         for each in (*stages, route.logits, route.against_prefill)

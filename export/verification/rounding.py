@@ -48,13 +48,13 @@ def round_by_row(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  the weight's
     return round_by_block(x, x.shape[-1])
 
 
-def keep(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  nothing is rounded
-    """Return activations unchanged, for a kernel that is allowed to round but computes in float32."""
+def leave_unrounded(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  nothing is rounded
+    """Return activations unchanged, as a kernel does that may round to int8 but computes in float32."""
     return x
 
 
 def round_inputs_once() -> Callable[[Tensor, Rounding, int], Tensor]:
-    """Return a function that rounds activations for a matmul: once if several consecutive matmuls have the same input.
+    """Return a function that rounds activations, and returns the last result again if the arguments are the same.
 
     Its arguments are the activations [..., K], the rule, and the block size of the matmul's weight.
     """
@@ -83,7 +83,7 @@ def find_runtime_rounding(bits: int, block: int) -> Rounding | None:
     x = torch.from_numpy(rows.astype(np.float32))
     # ONNX Runtime has different kernels for one row and for many.
     rounded = [_through_identity(part, bits, block) for part in (x[:1], x)]
-    for rounding in (round_by_block, round_by_row, keep):
+    for rounding in (round_by_block, round_by_row, leave_unrounded):
         if all(_is_same(y, rounding(x[: len(y)], block)) for y in rounded):
             return rounding
     return None

@@ -21,14 +21,14 @@ from diffquant.onnx.verification.reference import Reference
 
 @dataclass(frozen=True)
 class Session:
-    """One way to open a folder, with every stage's output among the graph's outputs.
+    """A way to open an exported folder in ONNX Runtime, so that it returns the output of every stage.
 
     Attributes:
         name: name in reports.
-        rounds: whether its matmuls round activations to int8.
-        accuracy_level: accuracy level of every quantized matmul, or None if the folder's is kept.
+        rounds: whether matmuls round activations to int8.
+        accuracy_level: accuracy level of every quantized matmul, or None to use the folder's.
         runs_body: whether attention runs its function body although there is a native kernel.
-        is_folder: whether it computes the same as the unchanged folder.
+        is_folder: whether the session computes the same as the unchanged folder.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Run:
     Attributes:
         states: requested values of the graph at every position, [1, T, ...] each.
         calls: number of tokens in each call.
-        first: first position to compare: the first one computed behind a cache, or 0 if none was.
+        first: first position to compare: the first that was computed with a cache before it, or 0 without a cache.
     """
 
     states: list[np.ndarray]
@@ -89,7 +89,7 @@ class Run:
     first: int = 0
 
     def beginning(self, length: int) -> "Run":
-        """Cut the run of a passage that was read in one call to its first positions."""
+        """Return this run cut to its first `length` positions; it must have one call."""
         return Run([values[:, :length] for values in self.states], (length,))
 
     @property
@@ -117,7 +117,7 @@ def as_float32(values: np.ndarray) -> Tensor:
 
 
 def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str, Runner]]:
-    """Yield names and runners of a model's routes except prefill; run them in this order.
+    """Yield the names and runners of a model's routes except prefill, which must run in this order.
 
     Args:
         shares_prefixes: whether a position's result does not depend on the number of later tokens in its call.
@@ -132,8 +132,8 @@ def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str
         yield "batch decode", (lambda *_: decoded) if shares_prefixes else _run_padded_then_decode
 
 
-def last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
-    """Compute the last logits of each passage, as an unchanged folder returns them.
+def run_last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
+    """Run passages as an unchanged folder does, and return the logits of each call's last position only.
 
     The first passage is decoded in place as `diffquant run` does: past and present caches share their memory. The
     others run as one padded batch, in which each ends at its own column.

@@ -42,7 +42,7 @@ def compare_tokens(pairs: Iterable[tuple[Tensor, Tensor]]) -> TokenComparison:
     """Compare a model's next-token predictions with its reference's.
 
     Args:
-        pairs: logits of the reference and of the model, [1, T, V] each, a pair for each sequence.
+        pairs: for each sequence, logits of the reference and of the model, [1, T, vocabulary] each.
     """
     divergences, same = [], []
     # A few positions at a time: float64 copies of all logits of a large vocabulary are slow to allocate.
@@ -58,7 +58,7 @@ def compare_tokens(pairs: Iterable[tuple[Tensor, Tensor]]) -> TokenComparison:
     return TokenComparison(len(agreements), agreed / len(agreements), low, high, float(kl.mean()), float(kl.max()))
 
 
-def loses_tokens(tokens: Mapping[str, TokenComparison]) -> bool:
-    """Return whether the first session's top-1 tokens agree with the reference less often than the second's."""
+def has_lower_agreement(tokens: Mapping[str, TokenComparison]) -> bool:
+    """Return whether the first session's top-1 tokens equal the reference's less often than the second session's do."""
     agreements = [each.agreement for each in tokens.values()]
     return len(agreements) > 1 and agreements[0] < agreements[1]

@@ -317,30 +317,9 @@ def throughput(path: str) -> tuple[float, float]:
     return ends(cell["ratio"] for cell in cells if (cell["section"], cell["path"]) == ("throughput", path))
 
 
-def cell_speeds() -> tuple[float, float]:
-    """Items per second of cells with low-bit logits over those of 16-bit ones."""
-    cells = raw("sweep-cells-padded.json")["cells"]
-    return ends(cell["ratio"] for cell in cells if cell["path"] != "16 bits" and "ratio" in cell)
-
-
 def mse_over_nearest() -> tuple[float, float]:
     """CPU time of `quantize` by `mse` over that by `nearest`."""
     return ends(runs["mse"]["cpu_seconds"] / runs["nearest"]["cpu_seconds"] for runs in _DEFAULT)
-
-
-def sleeping_over_waiting() -> float:
-    """CPU time of decoding with threads that sleep soon over OpenMP's own waits."""
-    brief, own = (median(turn["token"]["cpu_seconds"] for turn in raw("waits.json")[kind]) for kind in ("brief", "own"))
-    return brief / own
-
-
-def two_workers() -> float:
-    """Cells per minute of two workers of one thread over one of two."""
-    return next(
-        float(cell["ratio"])
-        for cell in raw("sweep-workers.json")["cells"]
-        if cell["unit"] == "cells/min" and cell["path"] == "2 workers"
-    )
 
 
 def hellaswag_seconds(name: str, batch: int | None) -> float:

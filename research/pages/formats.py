@@ -11,7 +11,7 @@ from research.studies.kv_results import kl_change
 MEASURED = Measured(folder("formats"))
 DIFF = ("DIFF V1", "DIFF V2")
 SMOLLM2 = "SmolLM2-135M"
-SHOWN = ("8:g32", "e4m3:g32", "4:g32", "nvfp4", "mxfp4")
+SHOWN = ("8:g32", "4:g32", "nvfp4")
 
 
 def lost(model: str, target: str) -> tuple[float, float]:
@@ -134,6 +134,26 @@ def inputs_table() -> str:
     return table(["inputs of", *(f"{bits} bits, {model}" for bits in WIDTHS for model in MODELS)], rows)
 
 
+_SMOOTHED = {name: raw(f"smoothed/{file}.json")["results"] for name, file in MODELS.items()}
+_SMOLLM2 = {
+    "source": raw("smoothed/source/smollm2-135m.gguf.json")["results"],
+    "smoothed": raw("smoothed/smollm2-135m.json")["results"],
+}
+
+
+def smoothing_change(model: str) -> Difference:
+    """Return the change of KL under 8-bit weights and activations by smoothed inputs, in thousandths of a nat."""
+    change = kl_change(_SMOOTHED[model]["8 all"], _INPUTS[model]["results"]["8 all"])
+    return Difference(*(1000 * each for each in (change.mean, change.low, change.high)))
+
+
+def smollm2_kl(which: str) -> float:
+    """Return SmolLM2's KL under 8-bit weights and activations in thousandths of a nat."""
+    return 1000 * float(_SMOLLM2[which]["8 all"]["kl"])
+
+
+SMOOTHING_HELPS_SMOLLM2 = kl_change(_SMOLLM2["smoothed"]["8 all"], _SMOLLM2["source"]["8 all"]).high < 0
+SMOOTHING_LEAVES_SMALL_MODELS = all(abs(smoothing_change(model).mean) < 0.05 for model in MODELS)
 DOWN_COSTS_MOST = all(
     inputs_kl(model, f"{bits} down").low > inputs_kl(model, f"{bits} {part}").high
     for model in MODELS

@@ -9,7 +9,7 @@ from typing import Any
 from diffquant.errors import UsageError
 from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep.result import SweepResult, read_sweep
-from diffquant.support.files import find_stored, read_stored_text
+from diffquant.support.files import find_file_or_xz, read_text_or_xz
 from research.studies.results import read_json
 
 # The folder that all raw files are below; tests set another one.
@@ -26,7 +26,7 @@ def folder(name: str = "") -> Path:
 def raw(name: str) -> Any:
     """A JSON file of research/results, or of bench/results, without the ".xz" behind its name."""
     file = folder(name)
-    return read_json(file if find_stored(file).exists() else ROOT / BENCHED / name)
+    return read_json(file if find_file_or_xz(file).exists() else ROOT / BENCHED / name)
 
 
 @cache
@@ -54,7 +54,7 @@ def files_of(place: str) -> list[Path]:
         UsageError: there is none.
     """
     path = ROOT / place
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [find_stored(path)]
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [find_file_or_xz(path)]
     found = sorted(file for file in files if file.exists() and file.suffix != ".png")
     if not found:
         raise UsageError(f"there is no raw file {place}")
@@ -66,7 +66,7 @@ def digest(place: str) -> str:
     total = hashlib.sha256()
     for file in files_of(place):
         name = str(file.relative_to(ROOT)).removesuffix(".xz")
-        total.update(f"{name}\n{hashlib.sha256(read_stored_text(file).encode()).hexdigest()}\n".encode())
+        total.update(f"{name}\n{hashlib.sha256(read_text_or_xz(file).encode()).hexdigest()}\n".encode())
     return total.hexdigest()[:8]
 
 

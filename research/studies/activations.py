@@ -8,7 +8,7 @@ rounded. KL is that of the 16-bit model's predictions, over windows of the bundl
 before the next is measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +54,7 @@ def main(
     path: Annotated[Path, typer.Argument(help="A checkpoint; with --show, the folder of results.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of a file a model.")] = None,
     characters: Annotated[int, typer.Option(help="Characters that are scored.")] = 16384,
+    only: Annotated[str, typer.Option(help="Rows to measure, separated by commas; all by default.")] = "",
     show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
 ) -> None:
     """Measure what low-bit activations of each projection cost a model."""
@@ -62,11 +63,11 @@ def main(
         return
     if output is None:
         raise UsageError("give the folder of results, --output")
-    measure(path, output, characters)
+    measure(path, output, characters, set(filter(None, only.split(","))) or set(recipes()))
 
 
-def measure(path: Path, output: Path, characters: int) -> None:
-    """Measure every row that a model's file does not hold yet, writing the file after each.
+def measure(path: Path, output: Path, characters: int, rows: Collection[str]) -> None:
+    """Measure those rows that a model's file does not hold yet, writing the file after each.
 
     Raises:
         UsageError: the file holds results of another model, text or length.
@@ -77,13 +78,13 @@ def measure(path: Path, output: Path, characters: int) -> None:
     results = KVResults(output / f"{path.name}.json", settings_of(source, texts, characters, window=_WINDOW))
     exact = TorchModel(load(source, Recipe(), torch.float32, "cpu"), source.tokenizer)
     references = references_of(exact, texts, _WINDOW)
-    todo = {name: recipe for name, recipe in recipes().items() if name not in results.rows}
+    todo = {name: recipe for name, recipe in recipes().items() if name in rows and name not in results.rows}
     model = load(source, recipes()["weights"], torch.float32, "cpu")
     for number, (name, recipe) in enumerate(todo.items()):
         progress(number, len(todo), name)
         model.apply_recipe(recipe)
         results.add(name, scores_of(TorchModel(model, source.tokenizer), texts, _WINDOW, references)[_TEXT])
-        model.require_fired()
+        model.check_quantizers_ran()
     progress(len(todo), len(todo), "done")
 
 

@@ -143,7 +143,7 @@ def map_attention(
     haystack = load_text(text)
     sources = [open_source(model) for model in models]
     for source in sources:
-        source.transformer("attention-map")
+        source.require_transformer("attention-map")
         _ = source.tokenizer
     names = model_names(list(models))
     attention_by_model = [
@@ -169,7 +169,7 @@ def _map_model(
         observation = attention_by_part(model, make_prompt(source.tokenizer, item, model.config.vocab_size))
         observed_at.setdefault((item.length, item.depth), []).append(observation)
         progress(number, len(items), name)
-    model.require_fired()
+    model.check_quantizers_ran()
     places = [_mean_at(*place, observed) for place, observed in sorted(observed_at.items())]
     return ModelAttention(
         name,

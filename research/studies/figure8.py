@@ -32,7 +32,7 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
-from diffquant.support.files import find_stored, write_json
+from diffquant.support.files import find_file_or_xz, write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from research.studies.figure8_model import figure8_summary
 from research.studies.logit_noise import NOISES, Reading, divergences, layers_of, losses, predictions_of, sensitivity
@@ -107,7 +107,7 @@ def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
         UsageError: the file is of another model, which had the same name.
     """
     file = output / f"{model.name}.json"
-    if not find_stored(file).exists():
+    if not find_file_or_xz(file).exists():
         output.mkdir(parents=True, exist_ok=True)
         write_json(file, measure_model(model, settings, progress_for(model.name)))
     result: dict[str, Any] = read_json(file)

@@ -116,7 +116,7 @@ def measure(
             shown(number, len(todo), row)
             measured = _under(source, model, recipes()[row])
             kl = {text: divergences(exact[text], predictions_of(measured, read[text])) for text in texts}
-            measured.require_fired()
+            measured.check_quantizers_ran()
             results.add(row, {text: short(values) for text, values in kl.items()})
         shown(len(todo), len(todo), "done")
 

@@ -14,7 +14,7 @@ from diffquant.measure.protocols import hellaswag
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.measure.tasks.perplexity import compute_reference, score_text
 from diffquant.measure.torch_model import TorchModel
-from diffquant.support.files import find_stored, write_json
+from diffquant.support.files import find_file_or_xz, write_json
 from research.studies.results import read_json
 
 TEXTS = ("prose", "elsewhere")
@@ -79,7 +79,7 @@ class KVResults:
     rows: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not find_stored(self.file).exists():
+        if not find_file_or_xz(self.file).exists():
             return
         former: dict[str, Any] = read_json(self.file)
         if former["settings"] != self.settings:

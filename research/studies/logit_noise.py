@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from diffquant.attention.logits import (
-    from_rounded_form,
-    magnitudes,
+    from_mean_and_difference,
+    largest_magnitudes,
     prepare_logits,
     round_logits,
     softmax_weights,
-    to_rounded_form,
+    to_mean_and_difference,
 )
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
@@ -100,13 +100,13 @@ class SeenAttention:
     def rounded(self, scheme: Scheme) -> tuple[list[Tensor], list[Tensor]]:
         """Scales of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
         prepared = [prepare_logits(logits.clone(), self.visible, scheme.has("shift")) for logits in self.logits]
-        coded = to_rounded_form(prepared, scheme)
-        tops = magnitudes(coded, scheme)
+        coded = to_mean_and_difference(prepared, scheme)
+        tops = largest_magnitudes(coded, scheme)
         scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in tops]
         rounded = [round_logits(logits, scale, scheme) for logits, scale in zip(coded, scales, strict=True)]
         # Where all is zero nothing is rounded, whatever the scale.
         used = [torch.where(top == 0, 0.0, scale) for top, scale in zip(tops, scales, strict=True)]
-        return used, from_rounded_form(rounded, scheme)
+        return used, from_mean_and_difference(rounded, scheme)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from diffquant.errors import ToleranceError, UsageError
 from diffquant.onnx import verify
 from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.verification.report import Verification
-from diffquant.support.files import find_stored, write_json
+from diffquant.support.files import find_file_or_xz, write_json
 from diffquant.support.progress import progress_for
 from research.studies.results import read_json
 from tests.support.planted import PlantedExport, cache_emptied, pairs_swapped, row_overwritten, scales_larger
@@ -44,7 +44,7 @@ def main(
     """Verify an export as it is and with each fault."""
     model = {"export": export.name, "layer": layer, **read_manifest(export).files.to_dict()}
     results: dict[str, Any] = {}
-    if find_stored(file).exists():
+    if find_file_or_xz(file).exists():
         former = read_json(file)
         if former["model"] != model:
             raise UsageError(f"{file} is of another export or layer; name another file with --json")
@@ -76,7 +76,7 @@ def verified_with(fault: str, layer: int, export: Path, checkpoint: Path, thread
             verification = error.result
     return {
         "refused": not verification.passed,
-        "verdict": "within tolerance" if verification.passed else verification.divergence(),
+        "verdict": "within tolerance" if verification.passed else verification.describe_first_failure(),
         "positions": verification.positions,
         "routes": {
             f"{route.session}, {route.name}": {

@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffquant.calib.outlier_result import plot_outliers, read_outliers
 from diffquant.errors import UsageError
-from diffquant.support.files import find_named, read_stored_text
+from diffquant.support.files import find_named, read_text_or_xz
 from research.figure8.analysis import LARGER, LONGER, MAIN
 from research.figure8.plan import RESULTS as TRAININGS
 from research.figure8.plan import results as trainings
@@ -62,7 +62,7 @@ class Drawing:
         """SHA-256 of the raw files and the code, the latter without comments and docstrings."""
         digest = hashlib.sha256()
         for file in self.raw:
-            digest.update(read_stored_text(file).encode())
+            digest.update(read_text_or_xz(file).encode())
         for name in ("diffquant/reports/plots.py", *self.code):
             digest.update(_statements(ROOT / name).encode())
         return digest.hexdigest()

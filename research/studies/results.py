@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 
 
 def read_json(file: Path) -> Any:
     """A result as plain data, from FILE or FILE.xz."""
-    return json.loads(read_stored_text(file))
+    return json.loads(read_text_or_xz(file))

@@ -18,7 +18,7 @@ import typer
 
 from diffquant.benchmarks.measuring import environment
 from diffquant.errors import UsageError
-from diffquant.support.files import find_stored, write_json
+from diffquant.support.files import find_file_or_xz, write_json
 from diffquant.support.installation import code_digest
 from diffquant.support.progress import Progress, progress_for, silent
 from research.studies.quantizers import METHODS, VARIANTS
@@ -111,7 +111,7 @@ def _begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
         UsageError: the file holds something else.
     """
     fresh = {"format": FORMAT, "environment": environment(*_PACKAGES), "settings": settings, "results": {}}
-    if not find_stored(file).exists():
+    if not find_file_or_xz(file).exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         return fresh
     former = read_result(file)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diffquant.benchmarks.contest import failure
+from diffquant.benchmarks.contest import format_error
 from research.studies.model_reading import ModelReading
 
 TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits", "8 bits")
@@ -65,4 +65,4 @@ def reason(error: Exception, method: Method) -> str:
     """Reason why a library's method gave nothing."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install {method.package}"
-    return failure(error)
+    return format_error(error)

@@ -28,7 +28,7 @@ from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import markdown
-from diffquant.support.files import find_stored, write_json
+from diffquant.support.files import find_file_or_xz, write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from research.studies.kv_results import TEXTS, kl_change, references_of, scores_of, settings_of, texts_of
 from research.studies.results import read_json
@@ -56,7 +56,7 @@ def main(
     results = []
     for path in paths:
         file = output / f"{path.name}.json"
-        if not find_stored(file).exists():
+        if not find_file_or_xz(file).exists():
             output.mkdir(parents=True, exist_ok=True)
             measured = measure_searches(path, widths, characters, output, progress_for(path.name))
             write_json(file, measured)

@@ -33,7 +33,7 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import markdown
-from diffquant.support.files import find_stored, write_json
+from diffquant.support.files import find_file_or_xz, write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from research.studies.results import read_json
 
@@ -81,7 +81,7 @@ def main(
     file: Annotated[Path, typer.Option("--json", help="Where the numbers are and go.")],
 ) -> None:
     """Measure what a KV cache with static scales costs, one factor at a time."""
-    if not find_stored(file).exists():
+    if not find_file_or_xz(file).exists():
         write_json(file, measure_cache(model, progress_for(model.name)))
     print(cache_table(read_json(file)))
 

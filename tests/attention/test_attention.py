@@ -140,7 +140,7 @@ def test_a_norm_in_float32_leaves_the_values_type(backend):
 def test_queries_and_keys_that_no_backend_rounds_are_refused():
     call = AttentionCall(*random_inputs("v1", 5, 5), scale=0.3, mask=Mask(), qk=Scheme.parse("4:row"))
     for backend in ("auto", "naive"):
-        with pytest.raises(UsageError, match="queries and keys at 4:row must be quantized before the call"):
+        with pytest.raises(UsageError, match=r"does not quantize queries and keys itself \(qk is 4:row\)"):
             attend(call, backend)
 
 
@@ -444,7 +444,7 @@ def test_a_backend_that_cannot_serve_says_why():
         attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "triton")
     with pytest.raises(UsageError, match="cannot quantize them"):
         attend(AttentionCall(*inputs, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row")), "flashdiff1")
-    with pytest.raises(UsageError, match="'simulated' computes only quantized maps"):
+    with pytest.raises(UsageError, match="'simulated' computes only quantized attention"):
         attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "simulated")
 
 

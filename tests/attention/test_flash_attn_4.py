@@ -129,7 +129,7 @@ def refusal(dtype=torch.float16, is_cuda=True, mask=CAUSAL, widths=(64, 128), qu
         ((9, 0), {"is_cuda": False}, "runs on CUDA only"),
         ((9, 0), {"dtype": torch.float32}, "in float16 and bfloat16, not float32"),
         ((9, 0), {"mask": Mask(keys=torch.ones(1, 3, dtype=torch.bool))}, "without padding"),
-        ((9, 0), {"mask": Mask(seen=torch.ones(1, 1, 3, 3, dtype=torch.bool))}, "without padding"),
+        ((9, 0), {"mask": Mask(explicit=torch.ones(1, 1, 3, 3, dtype=torch.bool))}, "without padding"),
         ((9, 0), {"queries": 4}, "without padding"),
         ((9, 0), {"gradient": True}, "without gradients"),
         ((8, 6), {}, r"on Hopper and Blackwell \(sm_90, sm_100, sm_110\), not on sm_86"),

@@ -86,7 +86,7 @@ def test_it_is_not_asked_for_logits_it_does_not_compute(toy):
     assert not CALLS
     result(logits=Scheme.parse("4:row"))
     assert len(CALLS) == 1
-    with pytest.raises(UsageError, match="'toy' computes only quantized maps; use auto or naive"):
+    with pytest.raises(UsageError, match="'toy' computes only quantized attention; use auto or naive"):
         result("toy")
 
 

@@ -121,9 +121,9 @@ def test_every_layer_has_to_round_its_operands(tmp_path):
     model = load(write_checkpoint(tmp_path / "model", "diffllama"))
     model.apply_recipe(Recipe.of(qk="4:row", overrides={"*.layers.0.*.qk": "16"}))
     with pytest.raises(NotFiredError, match="recipe quantizes queries and keys, but layers 1 did not"):
-        model.require_fired()
+        model.check_quantizers_ran()
     model(random_ids())
-    model.require_fired()
+    model.check_quantizers_ran()
     assert [attention.qk_calls for attention in model.attentions] == [0, 1]
 
 
@@ -145,7 +145,7 @@ def test_a_backend_that_rounds_operands_gets_them_as_they_are(tmp_path, monkeypa
         attention.backend = "own"
     torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-4)
     assert seen == [Scheme.parse("4:row")] * len(model.attentions)
-    model.require_fired()
+    model.check_quantizers_ran()
 
 
 def test_half_types_are_rounded_in_float32_and_come_back(tmp_path):

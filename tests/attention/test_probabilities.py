@@ -99,7 +99,7 @@ def test_weights_are_rounded_before_their_row_is_divided(text):
 def test_blocks_of_keys_have_their_format_s_scales(text):
     scheme, logits = Scheme.parse(text), 0.1 * random_heads(2, 5, 64) - torch.arange(64.0) / 2
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    bound = scheme.format.bound_to(torch.ones(1))
+    bound = scheme.format.with_tensor_scale(torch.ones(1))
     groups = weights.unflatten(-1, (-1, scheme.size))
     rounded = bound.decode(bound.codes(groups, scale := bound.scale(groups, -1)), scale).flatten(-2)
     got = softmax_weights(logits, None, scheme)
@@ -220,8 +220,8 @@ def test_every_layer_has_to_round_its_weights_and_values(tmp_path):
     model.apply_recipe(Recipe.of(p="4:row", pv="4:row", overrides={"*.layers.0.*.p": "16"}))
     said = "recipe quantizes values before P·V, but layers 0, 1 did not; .*softmax weights, but layers 1 did not"
     with pytest.raises(NotFiredError, match=said):
-        model.require_fired()
+        model.check_quantizers_ran()
     model(random_ids())
-    model.require_fired()
+    model.check_quantizers_ran()
     assert [attention.meter.p_calls for attention in model.attentions] == [0, 1]
     assert [attention.pv_calls for attention in model.attentions] == [1, 1]

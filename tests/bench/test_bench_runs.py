@@ -146,7 +146,7 @@ def test_an_interrupted_bench_goes_on_with_what_it_kept_and_a_whole_one_starts_a
 def test_every_kernel_with_configurations_is_tuned():
     pytest.importorskip("triton")
     kernels = {"prefill_v1", "prefill_v2", "prefill_int8", "simulated", "decode", "gemv", "gemm"}
-    assert {key.split("/")[0] for key in tune.shipped_configs()} == kernels
+    assert {key.split("/")[0] for key in tune.active_configs()} == kernels
 
 
 def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
@@ -159,7 +159,7 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
             raise RuntimeError("out of resources")
         return 2.0 / np.prod([2.0 / times.get(name, {}).get(value, 2.0) for name, value in entry.items()])
 
-    def trying(entries):
+    def override_configs(entries):
         current["entry"] = {k: v for k, v in next(iter(entries.values())).items() if v != shipped[k]}
         return memory_of()
 
@@ -173,8 +173,8 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
     shipped = attention_tile(128, 64, 8, 2)
     current["entry"] = {}
     monkeypatch.setattr(tune, "_milliseconds", milliseconds)
-    monkeypatch.setattr(tune, "trying", trying)
-    before, now, changed = tune.improve("k/sm_90/128", shipped, lambda: None, lambda: True)
+    monkeypatch.setattr(tune, "override_configs", override_configs)
+    before, now, changed = tune.tune_config("k/sm_90/128", shipped, lambda: None, lambda: True)
     assert (before, changed) == (2.0, {"keys": 128, "stages": 3})
     assert now == pytest.approx(0.25 * 1.0)
-    assert tune.improve("k/sm_90/128", shipped, lambda: None, lambda: False)[2] == {}
+    assert tune.tune_config("k/sm_90/128", shipped, lambda: None, lambda: False)[2] == {}

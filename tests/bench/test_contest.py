@@ -147,7 +147,7 @@ def test_a_peer_whose_process_dies_costs_no_other_peer_its_measurement(monkeypat
 
 
 def test_peak_memory_is_that_of_a_known_allocation_whatever_was_measured_before(monkeypatch, peaks):
-    monkeypatch.setitem(peers.PEERS, "known", peers.Peer(allocating, peers.roofline.eager))
+    monkeypatch.setitem(peers.PEERS, "known", peers.Peer(allocating, peers.roofline.count_eager))
     blocks = [torch.ones(1 << 20) for _ in range(64)]
     del blocks[::2]  # leaves malloc much to give
     works = [Workload(V1, length, length, 1, "float32") for length in (1024, 700, 1024)]

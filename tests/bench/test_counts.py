@@ -30,8 +30,8 @@ def test_v1_takes_6_fused_8_in_four_calls_and_the_transformer_4_units():
     assert roofline.count_fused_call(work)[0] == 6 * unit
     assert roofline.count_two_calls(work)[0] == 6 * unit
     assert roofline.count_four_calls(work)[0] == 8 * unit
-    assert roofline.count_two_passes(work)[0] == 8 * unit
-    assert roofline.transformer(work)[0] == 4 * unit
+    assert roofline.count_simulated_logits(work)[0] == 8 * unit
+    assert roofline.count_transformer(work)[0] == 4 * unit
 
 
 def test_v2_has_no_halves_to_split():
@@ -44,7 +44,7 @@ def test_eager_operations_are_what_torch_counts(model):
     call = differential(work, "cpu")
     with FlopCounterMode(display=False) as counter:
         naive(call)
-    assert roofline.eager(work)[0] == counter.get_total_flops()
+    assert roofline.count_eager(work)[0] == counter.get_total_flops()
 
 
 @in_one_test("model", [V1, V2])

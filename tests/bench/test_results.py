@@ -10,7 +10,7 @@ import pytest
 from diffquant.benchmarks.cells import BenchCell, BenchResult, find_changes, read_result, summarize_changes
 from diffquant.benchmarks.plots import plots
 from diffquant.benchmarks.report import bench_report, csv_table, markdown
-from diffquant.benchmarks.roofline import largest_cache
+from diffquant.benchmarks.roofline import hardware_cache_bytes
 from diffquant.errors import UsageError
 from diffquant.reports import page as pages
 from diffquant.reports.plots import MARKERS, STYLES
@@ -41,9 +41,9 @@ def test_ratios_are_times_better_whichever_way_the_unit_runs():
 def test_the_roofline_is_what_the_slower_of_arithmetic_and_memory_allows():
     bound_by_memory = cell("a", [4.0], operations=10**6, bytes=2 * 10**6)
     bound_by_arithmetic = cell("b", [4.0], operations=10**9, bytes=1)
-    assert result().of_roofline(bound_by_memory) == pytest.approx(0.5)
-    assert result().of_roofline(bound_by_arithmetic) == pytest.approx(0.25)
-    assert result().of_roofline(cell("c", [4.0])) is None
+    assert result().roofline_fraction(bound_by_memory) == pytest.approx(0.5)
+    assert result().roofline_fraction(bound_by_arithmetic) == pytest.approx(0.25)
+    assert result().roofline_fraction(cell("c", [4.0])) is None
 
 
 def test_shares_of_the_copys_speed_are_marked_where_a_cache_holds_all_that_is_touched():
@@ -64,7 +64,7 @@ def test_the_largest_cache_is_the_one_that_lscpu_names():
         pytest.skip("no lscpu")
     text = subprocess.run([lscpu, "--caches=ONE-SIZE", "--bytes"], capture_output=True, text=True).stdout
     sizes = [int(line) for line in text.split()[1:]]
-    assert largest_cache("cpu") == max(sizes, default=None)
+    assert hardware_cache_bytes("cpu") == max(sizes, default=None)
 
 
 @in_one_test(

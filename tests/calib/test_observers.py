@@ -64,14 +64,14 @@ def test_ranges_of_counts_are_those_of_the_values(observer):
     for head, values in zip(heads, x.T, strict=True):
         head.add(values.contiguous())
     counts = torch.stack([head.counts for head in heads])
-    found = observer.ranges_of_counts(counts, Magnitudes.values(), x.amax(0))
+    found = observer.ranges_from_histograms(counts, Magnitudes.bin_centers(), x.amax(0))
     torch.testing.assert_close(found, observer.ranges(x), rtol=0.04, atol=0)
 
 
 def test_counts_beyond_float32_s_whole_numbers_have_their_rank():
     # In float32 2**24 + 1 is 2**24, the rank of the first bin's last.
     counts, values = torch.tensor([[2**24, 1]]), torch.tensor([1.0, 2.0])
-    assert Observer("percentile", 100.0).ranges_of_counts(counts, values, torch.tensor([2.0])).item() == 2
+    assert Observer("percentile", 100.0).ranges_from_histograms(counts, values, torch.tensor([2.0])).item() == 2
 
 
 @in_one_test("kind", ["absmax", "percentile", "mse"])
@@ -159,7 +159,7 @@ def test_calibrated_ranges_serve_a_model_of_their_recipe():
     model.model.ranges = tensors
     model.apply_recipe(recipe)
     rounded = model(ids).logits
-    model.require_fired()
+    model.check_quantizers_ran()
     assert 0 < float((rounded - exact).square().mean() / exact.square().mean()) ** 0.5 < 0.1
     assert all(fit.sqnr > 15 and fit.clipped < 0.03 for fit in fits), fits
 
@@ -263,5 +263,5 @@ def test_two_windows_are_enough_to_calibrate_on_one_and_report_on_the_other(tmp_
     ranges, fits = calibrate(model, ("v",), tokens=64, window=32)
     assert set(ranges.tensors) == {"layers.0.v", "layers.1.v"}
     assert len(fits) == 2
-    with pytest.raises(UsageError, match="one window of 32 tokens; two are needed"):
+    with pytest.raises(UsageError, match="only one window of 32 tokens; two are needed"):
         calibrate(model, ("v",), tokens=63, window=32)

@@ -23,10 +23,10 @@ pytest.importorskip("scipy")
 from diffquant.calib.search import search as search_module
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
 from diffquant.calib.search.outputs import search_table, write_search
-from diffquant.calib.search.result import interpolate_uniform_kl, read_searches, roles
+from diffquant.calib.search.result import group_by_kind, interpolate_uniform_kl, read_searches
 from diffquant.calib.search.search import Search
 from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
-from diffquant.calib.search.units import Unit, find_parts, find_units, quantize_unit, to_recipe
+from diffquant.calib.search.units import Unit, find_measured_parts, find_units, quantize_unit, to_recipe
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text
@@ -195,7 +195,7 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
     model = load(tmp_path / "low")
     assert model.recipe.at_layer(0).k == found.recipe.at_layer(0).k
     model(torch.arange(20)[None])
-    model.require_fired()
+    model.check_quantizers_ran()
 
 
 def uniform_kl_or(found, by_name):
@@ -383,7 +383,7 @@ def test_floats_and_integers_are_chosen_among_for_caches_and_logits_too(tmp_path
     assert all(bits <= 6.5 + 1e-9 for bits in found.candidates[0].bits.values())
     model = load(narrow, found.recipe)
     model(torch.arange(20)[None])
-    model.require_fired()
+    model.check_quantizers_ran()
 
 
 @in_one_test("width", ["nvfp4", "e4m3"])
@@ -415,7 +415,7 @@ FAMILY = {
 def test_parts_are_the_rows_of_each_maps_heads_and_what_stays_at_16_bits(tmp_path, name):
     own_keys, signals, kept = FAMILY[name]
     source = open_source(write_checkpoint(tmp_path / "model", name))
-    parts = find_parts(source, "row")
+    parts = find_measured_parts(source, "row")
     maps = [projection for projection, is_one in (("q_proj", signals), ("k_proj", own_keys)) if is_one]
     assert {part.kind for part in parts} == {
         *(f"self_attn.{projection}, {of_map}" for projection in maps for of_map in ("signal", "noise")),
@@ -464,7 +464,7 @@ def test_roles_tell_what_each_map_and_what_stays_pays_for_its_bits(tmp_path, nam
     # Parts cost time, and change no choice.
     assert [unit.chosen for unit in plain.measurements] == [unit.chosen for unit in found.measurements]
     assert (plain.parts, {part.chosen for part in found.parts}) == (None, {None})
-    kinds = {kind: units for (kind, _), units in roles(found).items()}
+    kinds = {kind: units for (kind, _), units in group_by_kind(found).items()}
     parts = {part.kind for part in found.parts}
     assert {"self_attn.q_proj, signal", "self_attn.q_proj, noise"} < parts < kinds.keys()
     by_map = [unit for of_map in ("signal", "noise") for unit in kinds[f"self_attn.q_proj, {of_map}"]]
@@ -519,7 +519,7 @@ def test_models_of_other_layers_are_searched_and_experts_told_apart_by_layer(tmp
     found = diffquant.search(folder, tmp_path / "out", 7.7, **settings)
     quantize(folder, tmp_path / "low", found.recipe)
     assert open_source(tmp_path / "low").packed
-    told = {kind: units for (kind, _), units in roles(found).items()}
+    told = {kind: units for (kind, _), units in group_by_kind(found).items()}
     if name == "phi4flash":
         assert {"attn.Wqkv", "attn.x_proj", "attn.dt_proj", "mlp.fc1"} < told.keys()
         return

@@ -16,7 +16,7 @@ from diffquant.calib.search.outputs import (
     search_report,
     verdict,
 )
-from diffquant.calib.search.result import alike, read_search, read_searches
+from diffquant.calib.search.result import group_searches, read_search, read_searches
 from diffquant.errors import OutputExistsError
 from diffquant.reports.page import Section, page
 from diffquant.reports.plots import new_figure
@@ -34,14 +34,14 @@ def folder(tmp_path_factory):
 
 
 def test_searches_of_other_targets_have_a_chart_of_their_own(folder):
-    assert [[result.budget for result in group] for group in alike(read_searches(folder))] == [
+    assert [[result.budget for result in group] for group in group_searches(read_searches(folder))] == [
         ["4.5 bits"],
         ["4.5 bits", "5.5 bits"],
     ]
 
 
 def test_every_candidate_is_a_point_that_tells_its_size_and_kl(folder):
-    cache, weights = alike(read_searches(folder))
+    cache, weights = group_searches(read_searches(folder))
     for group, unit in ((cache, "bits"), (weights, "MB")):
         tips = []
         draw_pareto(group, new_figure(4, 4).subplots(), tips)
@@ -111,7 +111,7 @@ def test_a_search_of_another_model_or_of_other_targets_does_not_replace_a_recipe
     ):
         with pytest.raises(
             OutputExistsError,
-            match=rf"search-4\.5-bits\.json is of {earlier.model} \(weights\) .* of {named}; choose another output",
+            match=rf"5-bits\.json is a search of {earlier.model} \(weights\); .* of {named} would replace it; choose",
         ):
             check_same_search("4.5 bits", source, targets, folder)
 
@@ -119,4 +119,4 @@ def test_a_search_of_another_model_or_of_other_targets_does_not_replace_a_recipe
 def test_searches_of_two_models_whose_folders_are_called_alike_have_a_chart_each(folder):
     earlier = read_search(folder / "search-4.5-bits.json")
     namesake = replace(earlier, settings=earlier.settings | {"model": "0" * 64})
-    assert alike([earlier, namesake]) == [[earlier], [namesake]]
+    assert group_searches([earlier, namesake]) == [[earlier], [namesake]]

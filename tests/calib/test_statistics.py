@@ -49,7 +49,7 @@ def test_what_is_not_finite_is_refused(bad):
 
 
 def test_the_middle_of_a_bin_is_where_its_values_fall():
-    values = Magnitudes.values()
+    values = Magnitudes.bin_centers()
     kept = values[1000:30000:97]
     magnitudes = Magnitudes()
     magnitudes.add(kept)

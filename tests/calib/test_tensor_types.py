@@ -8,8 +8,8 @@ import pytest
 
 import diffquant
 import diffquant.calib.search.tensor_types as tensor_types_module
-from diffquant.calib.search.result import kl_per_megabit, read_search, roles, roles_table
-from diffquant.calib.search.tensor_types import TYPES, check_lines_output, check_widths, tensor_types
+from diffquant.calib.search.result import group_by_kind, kinds_table, kl_per_megabit, read_search
+from diffquant.calib.search.tensor_types import TYPES, check_types_output, check_widths, tensor_types
 from diffquant.errors import OutputExistsError, UsageError
 from tests.support import tiny_lm
 from tests.support.earlier_results import write_recorded
@@ -49,14 +49,14 @@ def test_what_no_line_can_say_is_refused_by_name(found):
 
 
 def test_a_kind_pays_the_sum_of_its_units_over_the_bits_they_save(found):
-    assert [len(units) for units in roles(found).values()] == [30] * 7
+    assert [len(units) for units in group_by_kind(found).values()] == [30] * 7
     units = [unit for unit in found.measurements if unit.kind == "self_attn.v_proj"]
-    assert roles(found)["self_attn.v_proj", "weights"] == units
+    assert group_by_kind(found)["self_attn.v_proj", "weights"] == units
     saved = sum(unit.elements for unit in units) * 12 / 1e6
     assert kl_per_megabit(units, 4) == pytest.approx(sum(unit.kl[4] for unit in units) / saved)
-    (row,) = [row for row in roles_table(found).rows if row[0] == "self_attn.v_proj"]
+    (row,) = [row for row in kinds_table(found).rows if row[0] == "self_attn.v_proj"]
     assert max(units, key=lambda unit: unit.kl[4]).layer == int(row[-1])
-    prices = [kl_per_megabit(units, 4) for units in roles(found).values()]
+    prices = [kl_per_megabit(units, 4) for units in group_by_kind(found).values()]
     assert prices == sorted(prices, reverse=True)
 
 
@@ -70,7 +70,7 @@ def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_bef
     with pytest.raises(UsageError, match="ggml has no type for 7 bits"):
         diffquant.search(model, tmp_path / "other", 7, bits="8,7", **settings)
     assert not (tmp_path / "other").exists()
-    check_lines_output(file, tmp_path)
+    check_types_output(file, tmp_path)
     diffquant.search(model, tmp_path / "new", 7, bits="8,6", **settings | {"tensor_types": tmp_path / "new" / "t.txt"})
     assert (tmp_path / "new" / "t.txt").read_text() == file.read_text()
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
 from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE, packed_shapes, unpack_parts, unpack_weight
 from diffquant.checkpoints.opening import open_checkpoint
-from diffquant.checkpoints.weight_source import WeightRules, open_weights
+from diffquant.checkpoints.weight_source import PackingRules, open_weights
 from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UnknownModelTypeError, UsageError
 from diffquant.quantization.loading import load
 from diffquant.quantization.plan import plan_quantization
@@ -163,7 +163,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
 def test_other_rules_do_not_take_over_a_killed_runs_shards(tmp_path):
     write_unknown(tmp_path / "source", shards=4)
     subprocess.run([sys.executable, "-c", KILLING_RUN, tmp_path / "source", tmp_path / "out"], check=False)
-    rules = WeightRules.read(keep=("*wo.weight",))
+    rules = PackingRules.read(keep=("*wo.weight",))
     report = quantize(open_weights(tmp_path / "source", rules), tmp_path / "out", Recipe.of(weights="4:g32"))
     assert report.resumed == 0
 
@@ -191,7 +191,7 @@ def test_weights_of_a_known_architecture_are_the_same_by_name(tmp_path):
 def test_patterns_to_keep_and_overrides_change_the_choice(tmp_path, source):
     override = {"*.lambda_proj": "8:row", "*.wo": "8:row"}
     quantize(
-        open_weights(source, WeightRules.read(keep=("*.0.SELF_ATTN.wo*", "*shared_expert*"))),
+        open_weights(source, PackingRules.read(keep=("*.0.SELF_ATTN.wo*", "*shared_expert*"))),
         tmp_path / "out",
         Recipe.of(weights="4:g32", overrides=override),
     )
@@ -222,7 +222,7 @@ def test_rules_of_ones_own_replace_the_sections_they_have(tmp_path, source):
 def test_malformed_rules_are_refused(tmp_path, text, complaint):
     (tmp_path / "rules.yaml").write_text(text)
     with pytest.raises(UsageError, match=complaint):
-        WeightRules.read(tmp_path / "rules.yaml")
+        PackingRules.read(tmp_path / "rules.yaml")
 
 
 def test_inspect_says_what_names_and_shapes_say(tmp_path, source, capsys):
@@ -260,7 +260,7 @@ def refused(source, recipe, rules=None):
 
 def test_a_checkpoint_without_weights_is_refused(tmp_path, source):
     with pytest.raises(CheckpointError, match=r"no tensor of .* would be packed: \d+ of \d+ are weights by"):
-        refused(source, Recipe.of(weights="4:g32"), WeightRules.read(keep=("*",)))
+        refused(source, Recipe.of(weights="4:g32"), PackingRules.read(keep=("*",)))
 
 
 def test_tensors_that_groups_do_not_fit_are_counted_with_their_widths(source):
@@ -333,7 +333,7 @@ def test_an_override_that_packs_an_embedding_is_refused_whatever_its_name(tmp_pa
 
 def test_a_pattern_that_keeps_nothing_is_refused(source):
     with pytest.raises(UsageError, match=r"match no tensor of .*'\*self_attn\.wq_c\.weight' \(the nearest is '.*"):
-        open_weights(source, WeightRules.read(keep=("*self_attn.wq_c.weight",)))
+        open_weights(source, PackingRules.read(keep=("*self_attn.wq_c.weight",)))
 
 
 def test_a_second_rounding_is_refused(tmp_path, source):

@@ -260,7 +260,7 @@ def test_a_folder_that_is_not_packed_at_all_is_refused(tmp_path):
     write_floats(tmp_path / "floats", tmp_path / "packed", expected)
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     (tmp_path / "floats" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="holds no weight packed by awq"):
+    with pytest.raises(CheckpointError, match="has no weights packed by awq"):
         open_checkpoint(tmp_path / "floats")
 
 
@@ -288,7 +288,7 @@ def test_four_bits_of_bitsandbytes_are_a_map_times_a_block_s_scale(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "packed")
     assert np.array_equal(checkpoint.read(f"{UP}.weight").numpy(), expected)
     assert checkpoint.rounded_as == "bitsandbytes nf4"
-    assert checkpoint.written_dtype(f"{UP}.weight") == torch.bfloat16
+    assert checkpoint.output_dtype(f"{UP}.weight") == torch.bfloat16
     assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
 
 

@@ -257,7 +257,7 @@ def test_gptq_lowers_the_error_at_the_output_of_correlated_inputs(text):
     weight = torch.randn(48, 96, generator=generator)
     x = torch.randn(512, 24, generator=generator) @ torch.randn(24, 96, generator=generator)
     x += 0.1 * torch.randn(512, 96, generator=generator)
-    scheme = Scheme.parse(text).bound_to(weight.abs().amax())
+    scheme = Scheme.parse(text).with_tensor_scale(weight.abs().amax())
     near = decode_codes(*round_to_nearest("", weight, scheme, torch.float32), scheme)
     compensated = decode_codes(*compensate(weight, Inputs.of(damp(x.mT @ x)), scheme, torch.float32), scheme)
     errors = [float((x @ (weight - each).mT).square().mean()) for each in (near, compensated)]

@@ -138,7 +138,7 @@ def test_a_weight_is_what_compressed_tensors_decompresses(tmp_path, kind):
     assert len(expected) == 14
     for name, values in expected.items():
         agrees("compressed-tensors", f"{kind}: weights read", checkpoint.read(name).to(values.dtype), values)
-        assert checkpoint.written_dtype(name) == torch.float16
+        assert checkpoint.output_dtype(name) == torch.float16
     assert checkpoint.rounded_as == f"compressed-tensors {FOLDERS[kind][3]}"
     assert ("also round inputs" in checkpoint.note) == bool(FOLDERS[kind][2])
 
@@ -301,7 +301,7 @@ def test_fp8_under_autofp8_s_names_is_code_times_scale(tmp_path):
     ("changes", "problem"),
     [
         ({f"{UP}.weight_scale_inv": None}, rf"{UP}\.weight is torch\.float8_e4m3fn, and its scales are missing"),
-        ({f"{UP}.weight": None}, rf"{UP}\.weight_scale_inv exists without {UP}\.weight"),
+        ({f"{UP}.weight": None}, rf"{UP}\.weight_scale_inv exists, but {UP}\.weight"),
         (
             {f"{UP}.weight_scale_inv": torch.ones(3, 3)},
             rf"{UP}\.weight is .* does not fit the scale torch.float32 \[3, 3\]",
@@ -407,7 +407,7 @@ def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tm
     edit_tensors(tmp_path / "packed", {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())})
     entry = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
     edit_json(tmp_path / "packed" / "config.json", quantization_config=entry)
-    with pytest.raises(CheckpointError, match=r"scales for engines, .*k_proj\.k_scale: open its source instead"):
+    with pytest.raises(CheckpointError, match=r"scales of activations or caches, .*k_proj\.k_scale: open the 16-bit"):
         open_checkpoint(tmp_path / "packed")
 
 
@@ -418,7 +418,7 @@ def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tm
         (
             {},
             {f"{UP}.weight_scale_2": None},
-            rf"{UP}\.weight is torch\.uint8 .* the scale .* without a scale of the tensor",
+            rf"{UP}\.weight is torch\.uint8 .* the scale .* without a scale per tensor",
         ),
         (
             {},

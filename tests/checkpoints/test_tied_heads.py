@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from diffquant.checkpoints.weight_source import WeightRules, modules_to_ignore, open_weights
+from diffquant.checkpoints.weight_source import PackingRules, modules_to_ignore, open_weights
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from tests.support.tables import in_one_test
@@ -43,7 +43,7 @@ def written(folder, name, sizes, keep=()):
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**sizes)).to(torch.bfloat16)
     model.save_pretrained(folder / "plain")
-    rules = WeightRules.read(keep=keep)
+    rules = PackingRules.read(keep=keep)
     quantize(open_weights(folder / "plain", rules), folder / "low", Recipe.of(weights="8:row", rounding="nearest"))
     return model
 
@@ -73,7 +73,7 @@ def tied_names():
 
 
 def test_every_tied_head_of_transformers_is_left_alone():
-    heads = modules_to_ignore(WeightRules.read())
+    heads = modules_to_ignore(PackingRules.read())
     names = {name.removesuffix(".weight") for name in tied_names() if not name.endswith(".bias")}
     assert len(names) > 20
     # A number in an expression of theirs.

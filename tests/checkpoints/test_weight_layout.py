@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
 from diffquant.checkpoints.weight_layout import find_transposed
-from diffquant.checkpoints.weight_source import WeightRules, open_weights
+from diffquant.checkpoints.weight_source import PackingRules, open_weights
 from diffquant.errors import CheckpointError
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
@@ -130,7 +130,7 @@ def test_square_experts_that_nothing_shows_the_layout_of_are_refused_and_can_be_
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"are square, and .*experts\.{name} \[2, 64, 64\].*keep='PATTERN'"):
         plan_quantization(open_weights(folder), Recipe.of(weights="4:row"))
-    plan = plan_quantization(open_weights(folder, WeightRules.read(keep=("*.experts.*",))), Recipe.of(weights="4:row"))
+    plan = plan_quantization(open_weights(folder, PackingRules.read(keep=("*.experts.*",))), Recipe.of(weights="4:row"))
     assert list(plan.schemes) == ["layers.0.mlp.proj"]
 
 
@@ -150,13 +150,13 @@ def test_of_experts_without_a_gate_the_router_shows_the_layout(tmp_path, is_tran
 
 def test_what_is_stored_so_can_be_kept(tmp_path):
     model = random_model("GPT2LMHeadModel", GPT)
-    rules = WeightRules.read(keep=("*.c_attn.*", "*.c_fc.*"))
+    rules = PackingRules.read(keep=("*.c_attn.*", "*.c_fc.*"))
     folder = write(tmp_path / "model", model)
     # What is left of Conv1D is refused, the square one too, which no bias gives away.
     with pytest.raises(CheckpointError, match=r"attn\.c_proj\.weight \[64, 64\].*mlp\.c_proj\.weight \[256, 64\]"):
         plan_quantization(open_weights(folder, rules), Recipe.of(weights="4:row"))
     save_file({"a.weight": torch.ones(64, 96), "h.c_attn.weight": torch.ones(64, 192)}, folder / "model.safetensors")
-    plan = plan_quantization(open_weights(folder, WeightRules.read(keep=("*.c_attn.*",))), Recipe.of(weights="4:row"))
+    plan = plan_quantization(open_weights(folder, PackingRules.read(keep=("*.c_attn.*",))), Recipe.of(weights="4:row"))
     assert list(plan.schemes) == ["a"]
 
 

@@ -94,7 +94,7 @@ def test_what_falls_to_the_processor_is_counted_by_operator():
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     RuntimeDevice("cuda").prepare(options)
     assert count_cpu_nodes(small_session(options)) == {"MatMul": 2, "Relu": 1}
-    assert describe_cpu_nodes({"Relu": 1, "MatMul": 2}) == "3 nodes run on the processor: MatMul 2, Relu 1"
+    assert describe_cpu_nodes({"Relu": 1, "MatMul": 2}) == "3 nodes run on the CPU: MatMul 2, Relu 1"
 
 
 def test_nothing_falls_back_where_the_processor_was_asked_for(folder):
@@ -163,7 +163,7 @@ def test_caches_that_grow_stay_on_the_card_from_call_to_call(elsewhere):
 @in_one_test(
     ("options", "wanted"),
     [
-        ({}, [r"takes float16 activations alone; export with dtype='float16'"]),
+        ({}, [r"takes only float16 activations; export with dtype='float16'"]),
         ({"dtype": "float16"}, []),
         ({"dtype": "float16", "kv_bits": 4}, [r"has no cache of 4 bits; export with kv=8 or kv=16"]),
         ({"logits": "8:row"}, []),
@@ -173,8 +173,8 @@ def test_a_folder_for_cuda_says_what_is_left_to_the_processor(tmp_path, options,
     checkpoint = write_checkpoint(tmp_path / "model", "diffllama")
     parsed = ExportOptions.parse(genai_device="cuda:1", **options)
     report = export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
-    told = [note for note in report.notes if "runs on the processor" in note]
-    assert told == [f"attention runs on the processor: on CUDA, ONNX Runtime's {each}" for each in wanted]
+    told = [note for note in report.notes if "runs on the CPU" in note]
+    assert told == [f"attention runs on the CPU: on CUDA, ONNX Runtime's {each}" for each in wanted]
     domains = {(node.domain, node.op_type) for node in onnx.load(tmp_path / "out/model.onnx").graph.node}
     assert not any(op == "MatMulNBits" and domain == DOMAIN for domain, op in domains)
 

@@ -14,7 +14,7 @@ from diffquant.onnx.files import MODEL_FILE
 from diffquant.onnx.graph.linears import Linears
 from diffquant.onnx.graph.nodes import Graph
 from diffquant.onnx.graph.plan import plan_export
-from diffquant.onnx.graph.streaming import place, write
+from diffquant.onnx.graph.streaming import assign_offsets, write
 from diffquant.onnx.manifest import read_manifest
 from tests.support.checkpoints import write_checkpoint
 
@@ -37,7 +37,7 @@ def outputs(folder, plan, together, rows):
         node.domain = "" if node.op_type == "Split" else "com.microsoft"
     folder.mkdir()
     write(folder / "model.onnx.data", linears.streamed, lambda *_: None)
-    placed, _ = place(linears.streamed)
+    placed, _ = assign_offsets(linears.streamed)
     model = graph.model(linears.with_views(placed), 23, {"com.microsoft": 1}, 10)
     onnx.save(model, folder / MODEL_FILE)
     activations = np.random.default_rng(0).standard_normal((1, rows, plan.config.hidden_size)).astype(np.float32)

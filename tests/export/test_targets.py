@@ -21,7 +21,7 @@ from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.adapters import adapter_for
 from diffquant.onnx import targets
-from diffquant.onnx.targets import ONNX, ExportTarget, register, runtime_of, target_of
+from diffquant.onnx.targets import ONNX, ExportFormat, register, runtime_of, target_of
 from diffquant.quantization.loading import load
 from diffquant.verbs import cli
 from tests.support import tiny_lm
@@ -58,7 +58,7 @@ def write_arrays(source, destination):
 @pytest.fixture
 def npz(monkeypatch):
     monkeypatch.setattr(targets, "TARGETS", dict(targets.TARGETS))
-    return register(ExportTarget("npz", lambda folder: (folder / "model.npz").is_file(), ArrayRuntime))
+    return register(ExportFormat("npz", lambda folder: (folder / "model.npz").is_file(), ArrayRuntime))
 
 
 @pytest.fixture(scope="module")

@@ -29,23 +29,23 @@ from diffquant.onnx.verification.errors import (
     relative_rms,
     stage_errors,
 )
-from diffquant.onnx.verification.passages import iterate_far_calls, past_lengths, reach
+from diffquant.onnx.verification.passages import count_reached_positions, iterate_far_calls, past_lengths
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
     measures,
-    nearest_limit,
+    worst_measure,
 )
 from diffquant.onnx.verification.rounding import (
     Disturbance,
     find_runtime_rounding,
-    keep,
+    leave_unrounded,
     round_by_block,
     round_by_row,
     round_inputs_once,
 )
-from diffquant.onnx.verification.routes import PREFILL, last_positions, prefill, routes
-from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, loses_tokens
+from diffquant.onnx.verification.routes import PREFILL, prefill, routes, run_last_positions
+from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, has_lower_agreement
 from diffquant.onnx.verifier import rotation_excess
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
@@ -57,7 +57,7 @@ from tests.support.tables import in_one_test
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):
-    assert find_runtime_rounding(bits, block) in (round_by_block, round_by_row, keep)
+    assert find_runtime_rounding(bits, block) in (round_by_block, round_by_row, leave_unrounded)
 
 
 @in_one_test(
@@ -65,9 +65,9 @@ def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):
     [
         (round_by_block, round_by_block, round_by_block),
         (round_by_row, round_by_row, round_by_row),
-        (keep, keep, keep),
+        (leave_unrounded, leave_unrounded, leave_unrounded),
         (round_by_block, round_by_row, None),
-        (keep, round_by_block, None),
+        (leave_unrounded, round_by_block, None),
         (lambda x, block: 1.01 * x, lambda x, block: 1.01 * x, None),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_number_that_is_none_passes_no_limit():
     assert not Measure(np.nextafter(1.0, 2.0), 1.0).passed
     assert [Measure(0.5, 2.0).ratio, Measure(np.nan, 1.0).ratio] == [0.25, np.inf]
     assert [Measure(value, 0.0).ratio for value in (0.0, 1e-9, np.nan)] == [0.0, np.inf, np.inf]
-    assert np.isnan(nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).value)
+    assert np.isnan(worst_measure([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).value)
 
 
 def test_an_error_of_a_stage_is_relative_to_what_the_stage_adds(tmp_path):
@@ -242,7 +242,7 @@ def test_of_few_passages_and_of_calls_far_away_flipped_codes_are_typical():
 def test_the_note_on_accuracy_is_for_a_folder_that_loses_tokens():
     def loses(*agreements):
         of_each = [TokenComparison(100, agreement, 0.0, 1.0, 0.0, 0.0) for agreement in agreements]
-        return loses_tokens(dict(enumerate(of_each)))
+        return has_lower_agreement(dict(enumerate(of_each)))
 
     assert loses(0.9, 0.95)
     assert not loses(0.95, 0.9)
@@ -272,7 +272,7 @@ def test_routes_count_positions_that_were_read_behind_a_cache_alone(tmp_path):
         "batch decode": [(27, (27, 1, 1, 1)), (18, (18, 1, 1, 1))],
     }
     # The last logits of a prompt are compared, too, which a folder gives that gives no others.
-    found = [(run.first, run.calls) for run in last_positions(model, passages)]
+    found = [(run.first, run.calls) for run in run_last_positions(model, passages)]
     assert found == [(24, (25, *[1] * 5)), (20, (21,))]
     for run, ids in zip(runs["prefill"], passages, strict=True):
         assert run.states[-1].shape[:2] == ids.shape
@@ -296,24 +296,24 @@ def test_both_columns_of_logits_have_the_limit_that_rounding_gives(tmp_path):
     report = verify(folder, checkpoint, threads=1)
     by_session = {}
     for route in report.routes:
-        by_session.setdefault(route.session, set()).update(measure.limit for measure in route.of_logits)
+        by_session.setdefault(route.session, set()).update(measure.limit for measure in route.logit_measures)
     assert len(by_session) >= 2
     assert all(len(limits) == 1 for limits in by_session.values())
     # Far calls are made where activations are not rounded.
     far = {route.session for route in report.routes if route.name == "long context"}
     assert far == {session for session in by_session if session != "int8 activations"}
-    rest = [len(route.of_logits) for route in report.routes if route.name != "long context"]
+    rest = [len(route.logit_measures) for route in report.routes if route.name != "long context"]
     assert rest == [2] * 6 * len(by_session)
     assert (report.scales.value, report.scales.limit) == (pytest.approx(0, abs=1e-6), 0.01)
     assert report.rotation.value < 1e-3
     assert report.reached == 96
-    assert ("accuracy_level=1" in str(report)) == loses_tokens(report.tokens)
+    assert ("accuracy_level=1" in str(report)) == has_lower_agreement(report.tokens)
     prefills = [route for route in report.routes if route.name == PREFILL]
     # Prefill is itself what others are held to, and not what it is held to.
     assert all(route.against_prefill.value == 0 < route.logits.value for route in prefills)
-    tight = min(measure.limit for route in report.routes for measure in route.of_logits)
+    tight = min(measure.limit for route in report.routes for measure in route.logit_measures)
     given = verify(folder, checkpoint, tolerance=tight * 50, threads=1)
-    assert {measure.limit for route in given.routes for measure in route.of_logits} == {tight * 50}
+    assert {measure.limit for route in given.routes for measure in route.logit_measures} == {tight * 50}
 
 
 def test_calls_whose_logits_have_scales_of_their_own_are_not_held_to_prefill(tmp_path):
@@ -376,8 +376,8 @@ def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(
 @in_one_test(("dtype", "as_floats"), [(np.int8, 1), (np.float32, 1), (np.uint8, 2)])
 def test_at_8_heads_of_64_channels_65536_rows_are_followed(dtype, as_floats):
     shape = SimpleNamespace(cache=CacheShape((), (), 8, 64 // as_floats, np.dtype(dtype)))
-    assert reach(shape, 131072) == 65537
-    assert reach(shape, 40000) == 40000
+    assert count_reached_positions(shape, 131072) == 65537
+    assert count_reached_positions(shape, 40000) == 40000
 
 
 def test_random_rows_are_as_large_as_a_passages_keys_and_values(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ def test_backends_compute_a_window_as_dense_softmax_in_float64_does(keys, logits
 def test_the_kernels_refuse_windows_that_hide_something():
     q = torch.zeros(1, 2, 4, 64, dtype=torch.float16)
     call = AttentionCall((q,), (q,), q, None, scale=1.0, mask=Mask(None, 3))
-    assert call_refusal(call) == "the kernel has no window, and queries see 3 of 4 keys"
+    assert call_refusal(call) == "the kernel supports no window, but queries see only the newest 3 of 4 keys"
     assert call_refusal(AttentionCall((q,), (q,), q, None, scale=1.0, mask=Mask(None, 4))) is None
 
 
@@ -96,7 +96,7 @@ def test_no_query_sees_a_key_beyond_its_reach_and_the_last_sees_up_to_it(length,
     for start, stop in product(range(length), range(1, length + 1)):
         if start < stop:
             seen = mask.visible(slice(start, stop), length, keys, torch.device("cpu"))
-            reach = mask.reach(slice(start, stop), length, keys)
+            reach = mask.visible_end(slice(start, stop), length, keys)
             seen = torch.ones(keys, dtype=torch.bool) if seen is None else seen.any(-2).flatten()
             assert reach >= 1
             assert not seen[reach:].any()

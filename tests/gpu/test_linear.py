@@ -5,8 +5,8 @@ from functools import lru_cache
 import pytest
 import torch
 
-from diffquant.kernels.gpu import processors
-from diffquant.kernels.linear.gemm import launch_expand
+from diffquant.kernels.gpu import multiprocessors
+from diffquant.kernels.linear.gemm import launch_dequantize
 from diffquant.kernels.linear.linear import launch, linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize_weight
 from diffquant.model.linears import QuantizedLinear
@@ -73,7 +73,7 @@ def test_floats_under_scales_of_a_byte_equal_float64(dtype, name, rows, width, t
 @pytest.mark.parametrize(("width", "kind"), [(1024, 4), (3072, 4), (1536, "nvfp4")])
 def test_programs_of_several_row_blocks_ask_for_words_ahead(width, kind, tokens):
     # Each program of some has another block to compute.
-    rows = 16 * (2 * processors(torch.device(DEVICE)) + 5) - 3
+    rows = 16 * (2 * multiprocessors(torch.device(DEVICE)) + 5) - 3
     packed, exact = (
         random_floats(rows, width, kind, DEVICE) if kind != 4 else last_case(rows, width, 4, 128, device=DEVICE)
     )
@@ -85,7 +85,7 @@ def test_programs_of_several_row_blocks_ask_for_words_ahead(width, kind, tokens)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_floats_are_written_out_as_they_are_decoded(name, dtype):
     packed, _ = random_floats(333, 1344, name, DEVICE)
-    assert torch.equal(launch_expand(packed, dtype), dequantize_weight(packed, dtype))
+    assert torch.equal(launch_dequantize(packed, dtype), dequantize_weight(packed, dtype))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 7])
@@ -119,7 +119,7 @@ def test_a_3b_models_layers(bits, rows, width, tokens):
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, "row"), (6, 64), (8, 16), (8, "tensor")])
 def test_expanded_weights_are_the_checkpoints(bits, group, dtype):
     packed, _ = random_case(333, 1344, bits, group, dtype, DEVICE)
-    assert torch.equal(launch_expand(packed, dtype), dequantize_weight(packed, dtype))
+    assert torch.equal(launch_dequantize(packed, dtype), dequantize_weight(packed, dtype))
 
 
 def test_activations_of_any_strides():

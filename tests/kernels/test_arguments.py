@@ -8,7 +8,7 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output, widths_refusal
-from diffquant.kernels.configs import attention_tile, choose, trying
+from diffquant.kernels.configs import attention_tile, choose_config, override_configs
 from diffquant.kernels.gpu import device_class
 from tests.support.tables import in_one_test
 
@@ -57,12 +57,12 @@ def tuned_file(tmp_path, monkeypatch):
 
 
 def test_a_tuned_entry_replaces_fields_of_the_shipped_one(tuned_file):
-    assert choose(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 2)
+    assert choose_config(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 2)
     tuned_file(json.dumps({"prefill/sm_90/64": {"stages": 3}}))
-    assert choose(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 3)
-    with trying({"prefill/sm_90/64": {"keys": 128, "stages": 1}}):
-        assert choose(TABLE, "prefill/sm_90/64") == attention_tile(128, 128, 8, 1)
-    assert choose(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 3)
+    assert choose_config(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 3)
+    with override_configs({"prefill/sm_90/64": {"keys": 128, "stages": 1}}):
+        assert choose_config(TABLE, "prefill/sm_90/64") == attention_tile(128, 128, 8, 1)
+    assert choose_config(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 3)
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_a_tuned_entry_replaces_fields_of_the_shipped_one(tuned_file):
 def test_a_tuned_file_that_makes_no_sense_is_refused(text, message, tuned_file):
     tuned_file(text)
     with pytest.raises(UsageError, match=message):
-        choose(TABLE, "prefill/sm_90/64")
+        choose_config(TABLE, "prefill/sm_90/64")

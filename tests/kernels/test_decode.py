@@ -137,7 +137,7 @@ def test_pairs_that_share_a_noise_head_read_it_once(pairs, noises, kv_pairs, que
 
 def test_noise_heads_that_no_value_head_has_whole_are_refused():
     q, k, v, lam = random_call("v1", 1, 20, pairs=8, kv_pairs=2)
-    with pytest.raises(UsageError, match="1 noise heads are not a multiple of 2 value heads; repeat them"):
+    with pytest.raises(UsageError, match="1 noise heads are not a multiple of 2 value heads; repeat noise heads"):
         decode([q[0], q[1][:, :1]], stored(K4V4, k, v), lam, scale=0.125)
 
 
@@ -189,10 +189,10 @@ def test_what_was_forgotten_may_have_been_nan(recipe):
 def test_what_does_not_fit_is_named():
     q, k, v, lam = random_call("v1", 17, 20)
     store = stored(K4V4, k, v)
-    with pytest.raises(UsageError, match="decode: 17 new tokens are not 1 to 16"):
+    with pytest.raises(UsageError, match="decode: the kernels take 1 to 16 new tokens, not 17"):
         decode(q, store, lam, scale=0.125)
     one = [x[:, :, :1] for x in q]
-    with pytest.raises(UsageError, match="decode: 1 maps cannot read 2 key heads and 1 value heads"):
+    with pytest.raises(UsageError, match="decode: 2 key heads do not fit 1 maps and 1 value heads"):
         decode(one[:1], store, None, scale=0.125)
     with pytest.raises(UsageError, match=r"q1 is float32"):
         decode([x.float() for x in one], store, lam, scale=0.125)

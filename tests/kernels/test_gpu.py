@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from diffquant.kernels import gpu
-from diffquant.kernels.cache.decode_cut import TILES, Cut, count_shares
+from diffquant.kernels.cache.decode_cut import TILES, DecodeSplit, choose_split_count
 from diffquant.kernels.gpu import device_refusal, fp8_refusal, survey, triton_version, warpgroup_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module
 from diffquant.kernels.linear.linear import launch, linear
-from tests.support.absent_gpu import H100, assuming
+from tests.support.absent_gpu import H100, simulate_gpu
 from tests.support.packed_weights import random_activations, random_case, relative_error
 
 CUDA = torch.device("cuda", 0)
@@ -85,7 +85,7 @@ def test_where_it_does_not_single_warps_multiply_and_more_than_256_tokens_take_a
 ):
     packed, exact = random_case(48, 96, 4, 32)
     warps, x = [], random_activations(100, 96)
-    monkeypatch.setattr(gemm, "choose", lambda table, key: warps.append(table[key]["warps"]) or table[key])
+    monkeypatch.setattr(gemm, "choose_config", lambda table, key: warps.append(table[key]["warps"]) or table[key])
     assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 1e-3
     # Triton's products of a warpgroup take four warps.
     assert warps == [2]
@@ -101,21 +101,21 @@ def test_where_it_does_not_single_warps_multiply_and_more_than_256_tokens_take_a
 @pytest.mark.parametrize("start", [0.1, 0.5, 2])
 @pytest.mark.parametrize(("others", "steps", "room"), [(96, 128, 264), (32, 128, 264), (7, 512, 216)])
 def test_shares_of_a_long_context_fill_their_waves(others, steps, room, start):
-    shares = count_shares(others, steps, room, start)
+    shares = choose_split_count(others, steps, room, start)
     waves = -(-others * shares // room)
     # Of all that the device has room for while they run, the share that works.
     assert others * steps / (waves * room * -(-steps // shares)) >= 0.85
 
 
 def test_keys_are_split_while_there_is_room_and_no_further():
-    assert count_shares(1, 1, 264, 2) == 1
-    assert count_shares(1, 128, 264, 2) == 128
-    assert count_shares(264, 128, 264, 2) == 1
+    assert choose_split_count(1, 1, 264, 2) == 1
+    assert choose_split_count(1, 128, 264, 2) == 128
+    assert choose_split_count(264, 128, 264, 2) == 1
 
 
 def test_a_start_that_costs_more_leads_to_fewer_waves():
     # 100 programs a share on 264 places: the cheaper a start, the more waves may fill them.
-    waves = [-(-100 * count_shares(100, 128, 264, start) // 264) for start in (0.01, 1, 30)]
+    waves = [-(-100 * choose_split_count(100, 128, 264, start) // 264) for start in (0.01, 1, 30)]
     assert waves == sorted(waves, reverse=True)
     assert waves[0] > waves[-1] == 1
 
@@ -124,8 +124,8 @@ def test_shares_are_those_of_a_devices_own_bandwidth_and_multiprocessors():
     q = [torch.zeros(8, 12, 1, 128, dtype=torch.float16)]
     shares = {}
     for name, card in {"H100": H100, "slow": replace(H100, bytes_a_second=1e11), "half": HALF}.items():
-        with assuming(card):
-            shares[name] = Cut.of(TILES["decode/sm_90/256/4"], q, 12, 2048, 16384, None).shares
+        with simulate_gpu(card):
+            shares[name] = DecodeSplit.of(TILES["decode/sm_90/256/4"], q, 12, 2048, 16384, None).shares
     # 96 programs a share, and places for two blocks on each of 132 or 66 multiprocessors.
     assert shares["slow"] >= shares["H100"] > 1
     assert shares["half"] != shares["H100"]

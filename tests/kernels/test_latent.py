@@ -14,7 +14,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.latent import decode_latent
-from diffquant.kernels.configs import trying
+from diffquant.kernels.configs import override_configs
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import padding, random_call, relative_error
 from tests.support.latent_inputs import SCALE, expected_latents, random_latents, stored_latents
@@ -146,20 +146,23 @@ def test_queries_of_any_strides():
 
 
 def test_tuned_tiles_compute_the_same():
-    with trying({"latent/sm_80/8": {"tokens": 16, "warps": 8, "rows": 16}}):
+    with override_configs({"latent/sm_80/8": {"tokens": 16, "warps": 8, "rows": 16}}):
         check(Recipe.of(kv=8), random_latents(1, 129, pairs=16, noises=4))
     wrong = {"latent/sm_80/8": {"tokens": 24, "rows": 48}}
-    with trying(wrong), pytest.raises(UsageError, match="8 warps of 24 tokens by 48 rows; a step of all warps must"):
+    with (
+        override_configs(wrong),
+        pytest.raises(UsageError, match="8 warps of 24 tokens by 48 rows; a step of all warps must"),
+    ):
         check(Recipe.of(kv=8), random_latents(1, 129))
 
 
 def test_what_does_not_fit_is_named():
     q, turned, latents, lam = random_latents(17, 20)
     store = stored_latents(K4V4, turned, latents)
-    with pytest.raises(UsageError, match="17 new tokens are not 1 to 16; use prefill for more"):
+    with pytest.raises(UsageError, match="1 to 16 new tokens, not 17; use prefill for more"):
         decode_latent(q, store, lam, scale=SCALE)
     one = [x[:, :, :1] for x in q]
-    with pytest.raises(UsageError, match=r"queries are torch\.float32, stored states torch\.float16"):
+    with pytest.raises(UsageError, match=r"queries are torch\.float32 and the stored latents torch\.float16"):
         decode_latent([x.float() for x in one], store, lam[:, :, :1], scale=SCALE)
     with pytest.raises(UsageError, match=r"q is \[1, 4, 1, 512\], v \[1, 1, 128, 512\]: k1 \[1, 1, 128, 576\], not"):
         decode_latent([x[..., :512] for x in one], store, lam[:, :, :1], scale=SCALE)

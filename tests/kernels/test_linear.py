@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.kernels.configs import trying
+from diffquant.kernels.configs import override_configs
 from diffquant.kernels.linear import gemm, gemv
-from diffquant.kernels.linear.gemm import launch_expand
+from diffquant.kernels.linear.gemm import launch_dequantize
 from diffquant.kernels.linear.linear import launch, linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize_weight, join, repack, repack_floats
 from diffquant.model.linears import QuantizedLinear
@@ -89,7 +89,7 @@ def test_words_asked_for_ahead_change_no_bit(width, kind, tokens, monkeypatch):
     x = random_activations(tokens, width)
     at_once = launch(x, packed, None)
     programs = []
-    monkeypatch.setattr(gemv, "processors", lambda _: programs.append(1) or 1)
+    monkeypatch.setattr(gemv, "multiprocessors", lambda _: programs.append(1) or 1)
     ahead = launch(x, packed, None)
     assert programs
     assert torch.equal(ahead, at_once)
@@ -101,9 +101,9 @@ def test_words_asked_for_ahead_change_no_bit(width, kind, tokens, monkeypatch):
 def test_floats_are_written_out_as_the_formats_decode_them(name):
     packed, exact = random_floats(37, 192, name)
     assert relative_error(dequantize_weight(packed, torch.float64), exact) < 1e-7
-    assert torch.equal(launch_expand(packed, torch.float16), dequantize_weight(packed, torch.float16))
+    assert torch.equal(launch_dequantize(packed, torch.float16), dequantize_weight(packed, torch.float16))
     both = join(random_floats(32, 192, name, seed=1)[0], replace(packed, row_scale=8 * packed.row_scale))
-    assert relative_error(launch_expand(both, torch.float32)[32:], 8 * exact) < 1e-7
+    assert relative_error(launch_dequantize(both, torch.float32)[32:], 8 * exact) < 1e-7
 
 
 def test_scales_far_below_the_largest_keep_their_place_in_float16():
@@ -136,7 +136,7 @@ def test_splits_of_k_add_up_in_order(monkeypatch):
     packed, exact = random_case(30, 1100, 4, "row")
     x = random_activations(18, 1100)
     several = launch(x, packed, None)
-    monkeypatch.setattr(gemm, "processors", lambda _: 1)
+    monkeypatch.setattr(gemm, "multiprocessors", lambda _: 1)
     assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
     assert relative_error(several, x.double() @ exact.T) < 6e-4
 
@@ -160,7 +160,7 @@ def test_joined_weights_are_one_product(tokens, bits, group):
     joined = join(first, replace(second, row_scale=8 * second.row_scale))
     expected = x.double() @ torch.cat([exact_first, 8 * exact_second]).T
     assert relative_error(launch(x, joined, None), expected) < 6e-4
-    assert relative_error(launch_expand(joined, torch.float32), torch.cat([exact_first, 8 * exact_second])) < 1e-6
+    assert relative_error(launch_dequantize(joined, torch.float32), torch.cat([exact_first, 8 * exact_second])) < 1e-6
 
 
 @interpreted
@@ -189,7 +189,7 @@ def test_padding_reads_nothing_beyond_the_weight():
 def test_expanded_weights_are_the_checkpoints(bits, group):
     width = 192 if group != 48 else 144
     packed, _ = random_case(37, width, bits, group)
-    assert torch.equal(launch_expand(packed, torch.float16), dequantize_weight(packed, torch.float16))
+    assert torch.equal(launch_dequantize(packed, torch.float16), dequantize_weight(packed, torch.float16))
 
 
 @in_one_test("bits", range(2, 9))
@@ -231,6 +231,6 @@ def test_what_cannot_be_is_refused():
 def test_tuned_tiles_are_used():
     packed, exact = random_case(70, 192, 4, 32)
     x = random_activations(20, 192)
-    with trying({"gemm/sm_80/32": {"rows": 32, "tokens": 16}, "gemv/sm_80/4": {"warps": 2, "unroll": 1}}):
+    with override_configs({"gemm/sm_80/32": {"rows": 32, "tokens": 16}, "gemv/sm_80/4": {"warps": 2, "unroll": 1}}):
         assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
         assert relative_error(launch(x[:4], packed, None), x[:4].double() @ exact.T) < 6e-4

@@ -27,7 +27,7 @@ def zeros(rows, width, bits, group, dtype):
 
 
 def launches():
-    from diffquant.kernels.linear.gemm import launch_expand
+    from diffquant.kernels.linear.gemm import launch_dequantize
     from diffquant.kernels.linear.linear import launch
 
     for capability, dtype in DTYPES.items():
@@ -39,7 +39,7 @@ def launches():
             yield f"gemm {capability} {bits} {tokens}", capability, partial(launch, x, packed, None)
     packed, x = zeros(64, 3072, 4, 32, torch.bfloat16), torch.zeros(8, 3072, dtype=torch.bfloat16)
     yield "gemv 8 tokens", 90, partial(launch, x, packed, x[0, :64])
-    yield "expand", 90, partial(launch_expand, packed, torch.bfloat16)
+    yield "expand", 90, partial(launch_dequantize, packed, torch.bfloat16)
     packed, x = zeros(48, 576, 4, 32, torch.float16), torch.zeros(1, 576, dtype=torch.float16)
     yield "gemv odd", 90, partial(launch, x, packed, None)
 

@@ -104,12 +104,12 @@ def test_all_that_is_wrong_is_named():
     pages = paged(k, v, [40])
     with pytest.raises(UsageError) as raised:
         decode_paged(q, [k[0], k[1]], pages.v, pages.table.long(), pages.lengths, lam, scale=0.125, window=0)
-    for said in ("k1 [1, 1, 40, 64]", "k2 [1, 1, 40, 64]", "the table is torch.int64", "a window of 0 keys"):
+    for said in ("k1 [1, 1, 40, 64]", "k2 [1, 1, 40, 64]", "the table is torch.int64", "the window is 0 keys"):
         assert said in str(raised.value)
-    with pytest.raises(UsageError, match="1 sequences, 1 rows of the table, 2 lengths"):
+    with pytest.raises(UsageError, match="queries are of 1 sequences, the table of 1, lengths of 2"):
         decode_paged(q, pages.k, pages.v, pages.table, pages.lengths.repeat(2), lam, scale=0.125)
-    with pytest.raises(UsageError, match="17 new tokens are not 1 to 16; use prefill for more"):
+    with pytest.raises(UsageError, match="1 to 16 new tokens, not 17; use prefill for more"):
         decode_paged([x.repeat(1, 1, 17, 1) for x in q], pages.k, pages.v, pages.table, pages.lengths, lam, scale=1.0)
     other = torch.cat([pages.k[1]] * 2, -1)[..., :64]
-    with pytest.raises(UsageError, match=r"keys of the two maps have strides"):
+    with pytest.raises(UsageError, match=r"strides of the two maps' keys differ"):
         decode_paged(q, [pages.k[0], other], pages.v, pages.table, pages.lengths, lam, scale=0.125)

@@ -51,7 +51,7 @@ def device_class(request, monkeypatch, has_capability):
 def test_equals_the_plain_form(generation, name):
     queries, keys, mask = SEEN[name]
     inputs = random_call(generation, queries, keys, batch=2, pairs=2)
-    with configs.trying(SMALL):
+    with configs.override_configs(SMALL):
         out = prefill(*inputs, scale=0.3, mask=mask)
     assert relative_error(out, expected(*inputs, scale=0.3, mask=mask)) <= LIMIT
 

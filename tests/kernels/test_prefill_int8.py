@@ -59,7 +59,7 @@ def test_close_to_the_plain_form(generation, pv, name):
     queries, keys, mask = SEEN[name]
     batch = 2 if mask.keys is not None else 1
     inputs = random_call(generation, queries, keys, batch=batch, pairs=2)
-    with configs.trying(SMALL):
+    with configs.override_configs(SMALL):
         out = prefill_int8(*inputs, scale=0.125, mask=mask, pv=pv)
     assert relative_error(out, expected(*inputs, scale=0.125, mask=mask)) <= LIMITS[pv]
 

@@ -55,7 +55,7 @@ def test_what_the_kernel_does_not_round_is_refused_by_name(has_capability):
     q, k, v, lam = random_call("v1", 3, 5)
     for text, said in (
         ("8:head", "one scale per head is not supported; the kernel supports row"),
-        ("8:row:smooth", "transforms are not supported"),
+        ("8:row:smooth", "the transform smooth is not supported"),
         ("nvfp4", "the kernel supports MX formats, integers and e4m3"),
     ):
         call = AttentionCall(q, k, v, lam, scale=1.0, mask=Mask(), qk=Scheme.parse(text))

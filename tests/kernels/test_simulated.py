@@ -79,7 +79,7 @@ def plain(q, k, v, lam, scale, mask, scheme):
 def test_equals_the_plain_form_at_every_border(device_class, generation, text, name):
     queries, keys, mask = SEEN[name]
     inputs = whole_numbers(generation, queries, keys, batch=2 if mask.keys is not None else 1)
-    with configs.trying(SMALL):
+    with configs.override_configs(SMALL):
         out = simulated(*inputs, scale=0.0625, mask=mask, scheme=Scheme.parse(text))
     assert relative_error(out, plain(*inputs, 0.0625, mask, Scheme.parse(text))) <= LIMIT
 
@@ -287,8 +287,8 @@ def test_the_operator_is_well_formed(generation):
     [
         (Scheme.parse("4:b8"), "one scale per block is not supported; the kernel supports tensor, head, pair, row"),
         (Scheme.parse("4:map"), "one scale per map is not supported"),
-        (FULL, "nothing is quantized at 16 bits"),
-        (Scheme.parse("4:row:alike"), "logits rounded alike are not supported"),
+        (FULL, "the call quantizes nothing"),
+        (Scheme.parse("4:row:alike"), "logits with alike are not supported"),
     ],
 )
 def test_schemes_that_are_not_served_are_refused(scheme, message):

@@ -66,7 +66,7 @@ def test_close_to_the_plain_form(generation, bits, name):
     queries, keys, mask = SEEN[name]
     batch = 2 if mask.keys is not None else 1
     inputs = random_call(generation, queries, keys, batch=batch, pairs=2)
-    with configs.trying(TWO_STAGES):
+    with configs.override_configs(TWO_STAGES):
         out = prefill_specialized(*inputs, scale=0.125, mask=mask, bits=bits)
     assert relative_error(out, expected(*inputs, scale=0.125, mask=mask)) <= LIMITS[bits]
 
@@ -111,7 +111,7 @@ def test_maps_that_cancel_keep_what_bfloat16_can_say():
 def test_eight_bits_give_what_todays_kernel_gives(generation):
     inputs = random_call(generation, 200, 200, pairs=2)
     mask = padding(200, starts=[9], ends=[190])
-    with configs.trying({"prefill_int8/sm_90/64": {"stages": 2}}):
+    with configs.override_configs({"prefill_int8/sm_90/64": {"stages": 2}}):
         wanted = on_call(today.prefill_int8)(*inputs, scale=0.125, mask=mask, pv="fp8")
     out = prefill_specialized(*inputs, scale=0.125, mask=mask, bits=8)
     # The same codes; one rounding of the map that waits, which the other keeps in other units.
@@ -157,7 +157,7 @@ def test_rounded_logits_equal_the_plain_form_at_every_border(generation, text, n
     inputs = whole_numbers(generation, queries, keys, batch=2 if mask.keys is not None else 1)
     scheme, meters = Scheme.parse(text), (LogitMeter(), LogitMeter())
     shared = {"scale": 0.0625, "mask": mask, "scheme": scheme}
-    with configs.trying(TWO_STAGES):
+    with configs.override_configs(TWO_STAGES):
         out = simulated(*inputs, **shared, meter=meters[0], specialized=True)
     wanted = naive(AttentionCall(*inputs, scale=0.0625, mask=mask, logits=scheme)).double()
     assert relative_error(out, wanted) <= LIMITS[16]

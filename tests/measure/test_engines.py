@@ -19,7 +19,7 @@ import pytest
 
 from diffquant.errors import CheckpointError, DiffQuantError, MissingDependencyError, UsageError
 from diffquant.measure.sweep import workers as workers_
-from diffquant.measure.sweep.cell import Worker, check_same_cells, measure_all, remove_locks
+from diffquant.measure.sweep.cell import Worker, check_same_environment, measure_all, remove_locks
 from diffquant.measure.sweep.engines import choose_engine
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.run import run_sweep
@@ -381,10 +381,10 @@ def test_a_worker_needs_no_torch_until_it_measures():
 
 def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, monkeypatch):
     def asking(run, progress):
-        check_same_cells(run)
+        check_same_environment(run)
         monkeypatch.setattr("diffquant.measure.sweep.cell.code_digest", lambda modules: "0123")
         with pytest.raises(CheckpointError, match="cannot measure the cells as planned, because code differ"):
-            check_same_cells(run)
+            check_same_environment(run)
         measure_all(run, progress)
 
     run_sweep([model], replace(OPTIONS, bits=(16,)), tmp_path, engine=asking)

@@ -1,6 +1,7 @@
 """KL of two models over a text, held to scipy, to torch on whole passes, and to what llama.cpp wrote and printed."""
 
 import json
+import logging
 import math
 import shutil
 import threading
@@ -116,6 +117,14 @@ def test_figures_are_those_of_torch_over_whole_passes(reference, candidate, resu
     assert result.perplexities[1] == pytest.approx(math.exp(float(torch.cat(nll).mean())), rel=1e-4)
     assert result.mean.low < result.mean.mean < result.mean.high
     assert result.k is None
+
+
+def test_a_quantized_reference_and_a_candidate_of_16_bits_may_be_exchanged(reference, candidate, caplog):
+    caplog.set_level(logging.INFO, "diffquant.verbs")
+    diffquant.fidelity(reference, candidate, **READING)
+    assert "exchanged" not in caplog.text
+    diffquant.fidelity(candidate, reference, **READING)
+    assert "the candidate has not; are they exchanged?" in caplog.text
 
 
 def test_a_model_is_at_no_distance_from_itself(reference):

@@ -38,7 +38,7 @@ class Colours(Task):
     @classmethod
     def parse(cls, name, values, batch_tokens):
         if name != cls.kind:
-            raise cls.misread(name)
+            raise cls.make_name_error(name)
         return cls(shout=SHOUT.of(values), batch_tokens=batch_tokens)
 
     def identity(self):

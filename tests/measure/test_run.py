@@ -282,7 +282,7 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     ("change", "reason"),
     [
         ({"code": "0123456789abcdef"}, "other code"),
-        ({"versions": {"torch": "1.0"}}, f"torch 1.0, which is {torch.__version__} now"),
+        ({"versions": {"torch": "1.0"}}, f"torch 1.0 (now {torch.__version__})"),
     ],
 )
 def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
@@ -298,7 +298,7 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
     with pytest.raises(KeyboardInterrupt):
         run_sweep([model], OPTIONS, copy_of)
     assert caplog.messages == [
-        f"{CELLS // 2} of the {CELLS // 2} missing cells have results in {copy_of}/cells by {reason}; "
+        f"{CELLS // 2} of the {CELLS // 2} missing cells were measured in {copy_of}/cells before, but with {reason}; "
         "they are measured again"
     ]
 
@@ -329,7 +329,9 @@ def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monke
 def test_a_failed_cell_is_recorded_the_rest_goes_on_and_it_is_retried(model, tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(
-            DiffTransformer, "require_fired", lambda self: (_ for _ in ()).throw(NotFiredError("layer 1 did not"))
+            DiffTransformer,
+            "check_quantizers_ran",
+            lambda self: (_ for _ in ()).throw(NotFiredError("layer 1 did not")),
         )
         result = run_sweep([model], OPTIONS, tmp_path)
     assert {cell.point.target for cell in result.failed} == {"logits"}

@@ -94,8 +94,8 @@ def test_backends_agree_on_what_each_query_sees(backend, generation):
     q, k, v, lam = random_inputs(generation, 13, 13)
     seen = scattered()
     seen[1, :, 6] = False
-    found = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(seen=seen)), backend)
-    expected = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(seen=seen)), "naive")
+    found = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(explicit=seen)), backend)
+    expected = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(explicit=seen)), "naive")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert not found[1, :, 6].any()
 

@@ -224,10 +224,10 @@ def test_a_layer_whose_logit_quantizer_did_not_fire_is_named():
     model.attentions[1].logits = Scheme.parse("16")
     model(random_ids())
     with pytest.raises(NotFiredError, match="layers 1 did not"):
-        model.require_fired()
+        model.check_quantizers_ran()
     model.apply_recipe(Recipe.of(logits="4:row"))
     model(random_ids())
-    model.require_fired()
+    model.check_quantizers_ran()
     assert all(row["calls"] == 1 and row["step_max"] > 0 for row in model.logit_report())
 
 

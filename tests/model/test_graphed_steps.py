@@ -58,7 +58,7 @@ class Recordings:
 def recordings(monkeypatch):
     made = Recordings()
     monkeypatch.setattr(graphed_steps, "record", made)
-    monkeypatch.setattr(DiffTransformerModel, "new_graphs", DiffTransformerModel.take_graphs)
+    monkeypatch.setattr(DiffTransformerModel, "new_graphs", DiffTransformerModel.reuse_or_create_graphs)
     return made
 
 
@@ -305,7 +305,7 @@ def test_recordings_are_of_one_model_and_do_not_keep_it_alive():
     kept._recorded = "a step"
     model.model.keep_graphs(kept)
     copied = copy.deepcopy(model)
-    assert copied.model.take_graphs(FusedCache(Recipe.of(), 1), 9)._recorded is None
+    assert copied.model.reuse_or_create_graphs(FusedCache(Recipe.of(), 1), 9)._recorded is None
     gone = weakref.ref(model.model.layers[0])
     gc.collect()
     gc.disable()

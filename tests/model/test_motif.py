@@ -211,7 +211,7 @@ def test_a_config_that_is_not_computed_is_refused_naming_its_key(changes, messag
         ({"num_noise_heads": True}, "num_noise_heads True does not divide"),
         ({"num_noise_heads": "8"}, "num_noise_heads '8' does not divide"),
         ({"num_key_value_heads": 15}, "num_key_value_heads 15 is not an even number"),
-        ({"num_key_value_heads": 12}, "6 pairs of num_key_value_heads 12 do not divide 8 noise heads"),
+        ({"num_key_value_heads": 12}, "num_noise_heads 8 is not a multiple of half of num_key_value_heads 12"),
         ({"k_ratio": 4}, "k_ratio is 4; only one signal key"),
         ({"head_dim": None}, "head_dim is missing"),
     ],

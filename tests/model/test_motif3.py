@@ -18,7 +18,7 @@ from diffquant.model.activations import poly_norm
 from diffquant.model.cache import PackedLayer
 from diffquant.model.motif3.architecture import plain_frequencies, yarn_factor, yarn_frequencies
 from diffquant.model.motif3.attention import LatentAttention
-from diffquant.model.motif3.modeling import balance
+from diffquant.model.motif3.modeling import sinkhorn_normalize
 from diffquant.model.windowed_cache import WindowedLayer
 from tests.support.checkpoints import MOTIF3, write_random
 from tests.support.decoding import check_padding, check_pieces
@@ -349,7 +349,7 @@ def test_yarn_is_transformers_and_the_released_models_numbers():
 )
 def test_rows_and_then_columns_are_divided_by_their_sums(rounds, wanted):
     logits = torch.tensor([[0.0, 1.0], [2.0, -1.0]], dtype=torch.float64)
-    np.testing.assert_allclose(balance(logits.exp(), rounds).numpy(), wanted, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(sinkhorn_normalize(logits.exp(), rounds).numpy(), wanted, rtol=0, atol=1e-12)
 
 
 def test_an_activations_weights_are_sigmoids_of_its_parameters():

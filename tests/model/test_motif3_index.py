@@ -12,7 +12,7 @@ import diffquant
 from diffquant import Recipe, load, quantize
 from diffquant.checkpoints.compressed_tensors import PACKED
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.weight_source import WeightRules, matches
+from diffquant.checkpoints.weight_source import PackingRules, matches
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.inspection import inspect_checkpoint
@@ -134,7 +134,7 @@ def test_the_model_has_those_tensors_but_for_the_layer_that_predicts_one_token_m
 
 def test_by_name_and_by_rule_the_same_is_packed_and_the_same_stays():
     """What the adapter knows is what the rules for an unknown architecture choose by its tensors' names."""
-    parameters, rules = adapter_for(CONFIG).source_parameters, WeightRules.read()
+    parameters, rules = adapter_for(CONFIG).source_parameters, PackingRules.read()
     packed = {name for name, each in parameters.items() if each.packing == "weights"}
     assert packed == {
         name
@@ -194,7 +194,7 @@ def test_it_is_quantized_scored_and_generated_from(checkpoint, tmp_path):
     for model in models:
         model.apply_recipe(recipe)
     assert torch.equal(*(model(ids).logits for model in models))
-    models[0].require_fired()
+    models[0].check_quantizers_ran()
     scores = [
         diffquant.evaluate(folder, "perplexity", given, characters=600, dtype="float32")["perplexity"].details
         for folder, given in ((tmp_path / "low", None), (checkpoint, recipe), (checkpoint, None))
@@ -265,16 +265,16 @@ def test_a_checkpoint_without_the_predicting_layer_says_so_in_its_config(checkpo
         ({"num_shared_experts": 2}, "num_shared_experts is 2, not 1"),
         ({"headwise_attn_output_gate": True}, "headwise_attn_output_gate is True, not False"),
         ({"sliding_window_pattern": "last"}, "sliding_window_pattern is 'last', not 'interleave'"),
-        ({"sliding_window": 0}, "sliding_window is 0, not a number from 1 on"),
+        ({"sliding_window": 0}, "sliding_window is 0, not an integer above 0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling has type 'linear'"),
         ({"num_noise_heads": 32}, "num_noise_heads 32 does not divide num_attention_heads 80 into groups"),
         ({"num_noise_heads": 8}, "num_noise_heads 8 is not num_key_value_heads 16"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd or not below head_dim 192"),
         ({"experts_top_k": 385}, "experts_top_k 385 is more than num_experts 384"),
-        ({"q_lora_rank": "1024"}, "q_lora_rank is '1024', not a number from 1 on"),
+        ({"q_lora_rank": "1024"}, "q_lora_rank is '1024', not an integer above 0"),
         ({"route_scale": "2"}, "route_scale is '2', not a number"),
         ({"route_norm": 1}, "route_norm is 1, not true or false"),
-        ({"num_experts": None}, "num_experts is None, not a number from 1 on"),
+        ({"num_experts": None}, "num_experts is None, not an integer above 0"),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused_naming_its_key(changes, message):

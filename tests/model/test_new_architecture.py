@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import diffquant
-from diffquant.calib.search.result import roles
+from diffquant.calib.search.result import group_by_kind
 from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, GroupSizeError, ToleranceError, UsageError
@@ -254,7 +254,7 @@ def test_the_verb_that_knows_a_transformers_blocks_alone_says_so(checkpoint, tmp
 def test_it_is_searched_and_its_experts_are_told_apart_by_layer(checkpoint, tmp_path):
     settings = {"windows": 1, "window": 32, "characters": 200, "bits": "8,4", "roles": True}
     found = diffquant.search(checkpoint, tmp_path / "out", "6", **settings)
-    told = {kind: units for (kind, _), units in roles(found).items()}
+    told = {kind: units for (kind, _), units in group_by_kind(found).items()}
     assert len(told["mlp.experts.down_proj"]) == 2
     assert {f"mlp.experts.down_proj, layer {layer}" for layer in (1, 2)} < told.keys()
     tables = quantize(checkpoint, tmp_path / "low", found.recipe)

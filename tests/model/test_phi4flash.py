@@ -206,7 +206,7 @@ def test_mamba_is_that_of_transformers():
     oracle = MambaMixer(MambaConfig(**theirs, expand=2, use_bias=False, use_conv_bias=True), 0).eval()
     for parameter in oracle.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    ours = Mamba(MambaBlock(width=24, inner=48, states=5, seen=3, rank=2))
+    ours = Mamba(MambaBlock(width=24, inner=48, states=5, kernel_size=3, rank=2))
     ours.load_state_dict(oracle.state_dict())
     x = torch.randn(2, 70, 24)
     with torch.no_grad():
@@ -348,7 +348,7 @@ def test_every_layer_with_attention_quantizes_its_logits_and_no_other_is_asked_t
     model = load(checkpoint[0], Recipe.of(logits="6:row"))
     ids = random_ids(2, 13)
     first = model(ids).logits
-    model.require_fired()
+    model.check_quantizers_ran()
     entries = {report["layer"]: report["entries"] for report in model.logit_report()}
     over_all, over_window = 13 * 14 // 2, sum(min(n, WINDOW) for n in range(1, 14))
     heads = 2 * CONFIG["num_attention_heads"]

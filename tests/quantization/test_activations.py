@@ -133,7 +133,7 @@ def test_a_folder_computes_in_stock_transformers_as_here(tmp_path, source, weigh
     # It is the rounding of inputs that they share, and that `load` simulates on the 16-bit checkpoint.
     rounded = ours(ids).logits
     torch.testing.assert_close(diffquant.load(plain, recipe)(ids).logits, rounded, rtol=0, atol=0)
-    ours.require_fired()
+    ours.check_quantizers_ran()
     ours.apply_recipe(Recipe())
     assert largest_difference(ours(ids).logits, rounded) > 1e-3
 
@@ -218,9 +218,9 @@ def test_every_linear_of_a_hybrid_rounds_its_input(tmp_path):
         write_checkpoint(tmp_path / "plain", next(iter(PHI4FLASH))), {"weights": "8:row", "activations": 8}
     )
     with pytest.raises(NotFiredError, match="activations"):
-        model.require_fired()
+        model.check_quantizers_ran()
     model(random_ids())
-    model.require_fired()
+    model.check_quantizers_ran()
 
 
 def test_activations_that_no_recipe_records_are_still_dequantized_with_a_note(tmp_path):
@@ -228,7 +228,7 @@ def test_activations_that_no_recipe_records_are_still_dequantized_with_a_note(tm
     diffquant.quantize(plain, tmp_path / "low", Recipe.of(weights="8:channel", activations=8))
     edit_json(tmp_path / "low/config.json", diffquant_config=None)
     checkpoint = open_checkpoint(tmp_path / "low")
-    assert "also round inputs" in checkpoint.rounded_before
+    assert "also round inputs" in checkpoint.earlier_rounding_clause
     edit_json(tmp_path / "low/config.json", diffquant_config={"recipe": {"activations": "8:row"}, "version": 1})
     entry = json.loads((tmp_path / "low/config.json").read_text())["quantization_config"]
     entry["config_groups"]["group_0"]["output_activations"] = entry["config_groups"]["group_0"]["input_activations"]

@@ -23,7 +23,7 @@ from diffquant.checkpoints.ranges import read_any_ranges
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.checkpoints.weight_layout import find_transposed
-from diffquant.checkpoints.weight_source import WeightRules
+from diffquant.checkpoints.weight_source import PackingRules
 from diffquant.errors import CheckpointError, DiffQuantError, UsageError
 from diffquant.measure.cells import Cell, Point
 from diffquant.measure.comparison import read_samples
@@ -189,13 +189,13 @@ def bomb(file, start, piece, mebibytes):
 def test_a_compressed_result_that_expands_without_end_is_refused_by_name(tmp_path):
     bomb(tmp_path / "sweep.json.xz", b'{"a":"', b"0", 1 << 10)
     with pytest.raises(ValueError, match=r"sweep\.json\.xz holds more than the limit of 256 MiB"):
-        files.read_stored_text(tmp_path / "sweep.json")
+        files.read_text_or_xz(tmp_path / "sweep.json")
     # Two streams behind one another are one file.
     (tmp_path / "two.json.xz").write_bytes(lzma.compress(b"[1,") + lzma.compress(b"2]"))
-    assert files.read_stored_text(tmp_path / "two.json") == "[1,2]"
+    assert files.read_text_or_xz(tmp_path / "two.json") == "[1,2]"
     (tmp_path / "none.json.xz").write_bytes(b"[1]")
     with pytest.raises(ValueError, match=r"none\.json\.xz is damaged"):
-        files.read_stored_text(tmp_path / "none.json")
+        files.read_text_or_xz(tmp_path / "none.json")
 
 
 @in_one_test("text", ["[" * 100_000, "[]", '{"cells": {}}', '{"cells": [1]}', '{"cells": [], "cells": []}'])
@@ -235,7 +235,7 @@ READERS = {
     "labels": lambda file: load_dataset(file, file),
     "samples": read_samples,
     "ranges": read_any_ranges,
-    "weight rules": WeightRules.read,
+    "weight rules": PackingRules.read,
     "GGUF": open_checkpoint,
     "sweep": lambda file: diffquant.compare(file, file),
     "base file": lambda file: diffquant.fidelity(file, file),

@@ -149,8 +149,8 @@ def test_what_nothing_refers_to_gives_its_room_back_and_its_file_goes(tmp_path, 
     assert store.free == 200
     (file,) = tmp_path.glob("diffquant-*/*")
     assert (second.get() == 2).all()
-    assert store.hold(torch.ones(26)) is None
-    assert store.hold(torch.ones(25)) is not None
+    assert store.keep_in_memory(torch.ones(26)) is None
+    assert store.keep_in_memory(torch.ones(25)) is not None
     del first, second
     assert (store.free, file.exists()) == (1000, False)
 

@@ -131,7 +131,7 @@ def test_a_seed_decides_the_order_of_windows_and_so_the_codes(checkpoint):
     assert any(not torch.equal(tensor, second[name]) for name, tensor in unsaid.items())
     with pytest.raises(UsageError, match="rounding gptq has no seed; leave it out, or use tuned"):
         quantize(checkpoint, checkpoint.with_name("no"), Recipe.of("3:g16", rounding={"name": "gptq", "seed": 1}))
-    with pytest.raises(UsageError, match="seed must be a number of 0 or more, got -1"):
+    with pytest.raises(UsageError, match="seed must be a whole number, 0 or more, got -1"):
         Recipe.of("3:g16", rounding={"name": "tuned", "seed": -1})
 
 
@@ -159,7 +159,7 @@ def test_weights_start_between_their_codes_and_where_the_16_bit_weight_is():
 
 def float_latent(name, weight):
     """A weight [rows, block] of a format with blocks of its own, as absmax rounds it."""
-    scheme = Scheme.parse(name).bound_to(weight.abs().amax())
+    scheme = Scheme.parse(name).with_tensor_scale(weight.abs().amax())
     return descent._Latent(weight, round_to_nearest("", weight, scheme, torch.float32), scheme), scheme.format
 
 

@@ -81,7 +81,7 @@ def test_nvfp4_is_quantized_as_modelopt_quantizes_it():
     x *= 2688 * 2.0**-12 / x.abs().max()
     x[0, 0] = 2688 * 2.0**-12
     tensor, scale, above = peer.NVFP4QTensor.quantize(x.clone(), 16)
-    number_format = format_named("nvfp4").bound_to(x.abs().amax())
+    number_format = format_named("nvfp4").with_tensor_scale(x.abs().amax())
     assert float(above) * float(number_format.tensor_scale) == 1
     _, codes, found = decoded(number_format, x.unflatten(-1, (-1, 16)))
     stored = number_format.pack_scale(found)[..., 0]
@@ -117,7 +117,7 @@ def test_nvfp4_agrees_with_torchao():
     # Its tensor scale is a multiplier, and block scales below 2^-6 are raised to that there.
     multiplier = nv.per_tensor_amax_to_scale(x.abs().amax())
     scale, data = nv.nvfp4_quantize(x, 16, multiplier)
-    number_format = format_named("nvfp4").bound_to(x.abs().amax())
+    number_format = format_named("nvfp4").with_tensor_scale(x.abs().amax())
     _, codes, ours = decoded(number_format, x.unflatten(-1, (-1, 16)))
     stored = number_format.pack_scale(ours).reshape(-1)
     normal = scale.view(torch.float8_e4m3fn).float().reshape(-1) > 2.0**-6

@@ -149,7 +149,7 @@ def test_nvfp4_agrees_with_compressed_tensors_with_and_without_a_tensors_scale(s
         num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
     )
     x = blocks(16, size)
-    for number_format in (format_named("nvfp4"), format_named("nvfp4").bound_to(x.abs().amax())):
+    for number_format in (format_named("nvfp4"), format_named("nvfp4").with_tensor_scale(x.abs().amax())):
         theirs = None
         if number_format.tensor_scale is not None:
             theirs = generate_gparam(x.amin(), x.amax())
@@ -164,13 +164,13 @@ def test_nvfp4_agrees_with_compressed_tensors_with_and_without_a_tensors_scale(s
         agrees("compressed-tensors", "nvfp4: values", values, read)
         stored = number_format.pack_scale(ours)
         assert torch.equal(number_format.unpack_scale(stored, number_format.tensor_scale), ours)
-    assert format_named("nvfp4").bound_to(torch.tensor([3.0])).tensor_scale.tolist() == [896]
+    assert format_named("nvfp4").with_tensor_scale(torch.tensor([3.0])).tensor_scale.tolist() == [896]
 
 
 def test_every_e4m3_scale_comes_back_under_any_tensors_scale():
     every = torch.arange(1, 127, dtype=torch.uint8)
     for largest in 10.0 ** torch.linspace(-30, 30, 500):
-        number_format = format_named("nvfp4").bound_to(largest)
+        number_format = format_named("nvfp4").with_tensor_scale(largest)
         scale = number_format.unpack_scale(every, number_format.tensor_scale)
         assert torch.equal(number_format.pack_scale(scale), every)
         assert torch.equal(number_format.storable(scale, torch.float32), scale)
@@ -179,8 +179,8 @@ def test_every_e4m3_scale_comes_back_under_any_tensors_scale():
 def test_four_over_six_takes_whichever_of_two_scales_loses_less():
     x = blocks(16).double()
     x[9] = torch.tensor([4.0, 3, 2, 1] * 4) / 7
-    number_format = format_named("nvfp4_4over6").bound_to(x.abs().amax())
-    six = format_named("nvfp4").bound_to(x.abs().amax())
+    number_format = format_named("nvfp4_4over6").with_tensor_scale(x.abs().amax())
+    six = format_named("nvfp4").with_tensor_scale(x.abs().amax())
     divisor = 256 * 6 / x.abs().amax()
     assert number_format.tensor_scale.double() == pytest.approx(float(divisor))
     lost = {}

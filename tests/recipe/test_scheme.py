@@ -166,8 +166,8 @@ def test_a_recipe_takes_over_the_rounding_with_the_weights():
         ({"name": "gptq", "token": 64}, r"unknown rounding key 'token'; did you mean 'tokens'"),
         ({"text": "books.txt"}, "must be a name or a mapping"),
         ([4], "must be a name or a mapping"),
-        ({"name": "gptq", "tokens": "many"}, "tokens must be a number"),
-        ({"name": "gptq", "window": 1}, "window must be a number of 2 or more"),
+        ({"name": "gptq", "tokens": "many"}, "tokens must be a whole number"),
+        ({"name": "gptq", "window": 1}, "window must be a whole number, 2 or more"),
         ({"name": "gptq", "text": 4}, "text must be the name of a file"),
     ],
 )

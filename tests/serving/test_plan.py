@@ -174,8 +174,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
 @in_one_test(
     ("source", "rope", "problem"),
     [
-        ("unilm-v2", LONGROPE, "longrope for channels that are interleaved"),
-        ("unilm-v2-half", {"rope_type": "proportional", "factor": 2.0}, "a factor of proportional angles"),
+        ("unilm-v2", LONGROPE, "longrope with interleaved channels"),
+        ("unilm-v2-half", {"rope_type": "proportional", "factor": 2.0}, "proportional RoPE with a factor"),
     ],
 )
 def test_angles_that_vllm_does_not_have_are_refused(vllm, tmp_path, source, rope, problem):

@@ -19,7 +19,7 @@ from diffquant.measure.sweep.result import SweepResult, json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import kind_of, make_tasks
 from diffquant.measure.torch_model import TorchModel
-from examples.shots.nll import POSITIONS, cumulative_means, find_recalls, position_panels, score_positions
+from examples.shots.nll import POSITIONS, cumulative_means, find_repeated_bigrams, position_panels, score_positions
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
@@ -48,7 +48,7 @@ def test_the_cumulative_average_is_the_mean_up_to_each_position():
 
 
 def test_a_hit_ends_a_bigram_that_stood_in_its_window_before():
-    assert find_recalls([5, 6, 7, 5, 6, 6, 6, 6]) == [False, False, False, True, False, True, True]
+    assert find_repeated_bigrams([5, 6, 7, 5, 6, 6, 6, 6]) == [False, False, False, True, False, True, True]
     tokens = [0, *tiny_lm.tokenizer().encode(TEXT)]
     _, is_hit = score_positions(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), TEXT, WINDOW)
     for number, hits in enumerate(is_hit.tolist()):

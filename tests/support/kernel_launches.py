@@ -80,7 +80,7 @@ def _decode_latent() -> Iterator[tuple[str, Call]]:
 
 
 def _linear() -> Iterator[tuple[str, Call]]:
-    from diffquant.kernels.linear.gemm import launch_expand, launch_gemm
+    from diffquant.kernels.linear.gemm import launch_dequantize, launch_gemm
     from diffquant.kernels.linear.linear import launch
     from diffquant.kernels.linear.repack import PackedWeight, repack, repack_floats
     from diffquant.recipe.numbers.packing import packed_words
@@ -107,4 +107,4 @@ def _linear() -> Iterator[tuple[str, Call]]:
     for bits in (8, 6, 4):
         yield f"GEMM {bits} bits", partial(launch_gemm, x, zeros(bits, 1024), None)
     yield "GEMM 4 bits, 128 tokens", partial(launch_gemm, x.repeat(2, 1), zeros(4, 1024), None)
-    yield "expand 4 bits", partial(launch_expand, zeros(4, 64), torch.float16)
+    yield "expand 4 bits", partial(launch_dequantize, zeros(4, 64), torch.float16)

@@ -56,9 +56,9 @@ class MixtureArchitecture(TransformerArchitecture):
     dense_layers: int = 0
     is_transposed: bool = False
 
-    def network(self, layer: int) -> Block:
+    def mlp_block(self, layer: int) -> Block:
         if layer < self.dense_layers:
-            return super().network(layer)
+            return super().mlp_block(layer)
         experts = self.num_local_experts, self.num_experts_per_tok
         return ExpertsBlock(self.hidden_size, self.intermediate_size, *experts, self.is_transposed)
 

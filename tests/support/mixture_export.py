@@ -16,7 +16,7 @@ def mixture(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
     gate = graph.constant(f"{place}.gate", plan.read_small_matrix(f"{place}.gate.weight").T.contiguous().numpy())
     scores = graph.add("Softmax", graph.add("MatMul", graph.wide(tokens), gate), axis=-1)
     best, chosen = graph.unused_name("TopK"), graph.unused_name("TopK")
-    graph.add_all("TopK", [scores, graph.int64("chosen", (block.chosen,))], [best, chosen])
+    graph.add_with_outputs("TopK", [scores, graph.int64("chosen", (block.chosen,))], [best, chosen])
     shares = graph.add("Div", best, graph.add("ReduceSum", best, graph.int64("last_axis", (-1,))))
     total = ""
     for expert in range(block.experts):

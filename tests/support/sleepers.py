@@ -38,7 +38,7 @@ class Sleep(Task):
 
     @classmethod
     def parse(cls, name: str, values: object, batch_tokens: int) -> Self:
-        raise cls.misread(name)
+        raise cls.make_name_error(name)
 
     def identity(self) -> JsonObject:
         return {"name": self.name}

@@ -106,6 +106,8 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["quantize", "nowhere", "-o", "OUT"], 1, "nowhere is neither"),
         (["quantize", "--colour"], 2, "No such option"),
         (["quantize", "SRC", "-o", "OUT", "--bits", "4"], 2, "use --weights BITS:gSIZE"),
+        (["quantize", "SRC", "OUT"], 2, "give the output as -o OUTPUT"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "nf4"], 2, "the nearest is --weights 4:g32"),
         (["sweep", "SRC", "-o", "OUT", "--task", "chess"], 2, "if it is a task of lm-eval, give lm-eval:chess"),
         (["quantize", "SRC", "-o", "OUT", "--preset", "int3"], 2, "'--preset': 'int3' is not one of"),
         (["sweep", "SRC", "-o", "OUT", "--target", "norms"], 2, "unknown target 'norms'"),

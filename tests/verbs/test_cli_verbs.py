@@ -19,7 +19,7 @@ from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import split_numbers
 from diffquant.verbs import GROUPS
 from diffquant.verbs.cli import app, main
-from diffquant.verbs.cli.show import show_loading
+from diffquant.verbs.cli.show import show_importing
 from diffquant.verbs.export import _cache_bits
 from diffquant.verbs.recipes import recipe_from_options
 from tests.support import tiny_lm
@@ -195,6 +195,6 @@ def test_a_terminal_where_torch_is_loaded_already_shows_nothing(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    with show_loading("inspect", prints=False):
+    with show_importing("inspect", library_prints=False):
         pass
     assert not terminal.getvalue()

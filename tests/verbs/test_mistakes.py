@@ -74,7 +74,7 @@ def test_a_pointer_of_git_lfs_is_no_damage(checkpoint, tmp_path):
 def test_what_is_no_export_hears_what_it_is(checkpoint, tmp_path):
     (tmp_path / "model.onnx").touch()
     for path, hint in {
-        checkpoint: "is a checkpoint, not an export: `diffquant export` makes one",
+        checkpoint: "is a checkpoint, not an export: `diffquant export` makes one from it",
         tmp_path / "model.onnx": f"give the folder that it is in, {tmp_path}$",
         tmp_path / "some.gguf": "there is no .*some.gguf",
     }.items():

@@ -250,10 +250,15 @@ def test_without_a_recipe_it_is_int4_by_gptq_in_a_folder_named_after_the_model(t
     assert report.rounding == "gptq"
     assert json.loads((tmp_path / "model-int4/diffquant.json").read_text())["rounding"]["tokens"] == 64
     assert "4:g32" in {str(error.scheme) for error in report.errors}
-    # A text cannot be read in no time, and not at all without a tokenizer.
-    monkeypatch.setattr(recipes, "PATIENCE", -1)
+    # The rule depends on the number of weights alone, not on the machine, and gptq needs a tokenizer.
+    monkeypatch.setattr(recipes, "GPTQ_WEIGHTS", 0)
     assert diffquant.quantize(model, "other").rounding == "mse"
     assert "effort='balanced' is more accurate" in caplog.text
+    caplog.clear()
+    diffquant.quantize(model, "named", "4:g16")
+    assert "rounding by mse; effort='balanced' is more accurate" in caplog.text
+    with pytest.raises(UsageError, match=r'no parameter group_size; use recipe=\{"weights": "4:g32"\}'):
+        diffquant.quantize(model, "fourth", group_size=32)
     for file in model.glob("tokenizer*"):
         file.unlink()
     assert diffquant.quantize(model, "third", {"logits": "4:row"}).errors == ()
@@ -273,7 +278,7 @@ def test_what_patterns_to_keep_cost_a_model_that_is_known_is_said(tmp_path, capl
     caplog.set_level(logging.INFO, "diffquant.verbs")
     model = write_checkpoint(tmp_path / "model", "unilm-v2")
     diffquant.quantize(model, tmp_path / "kept", {"weights": "8:row"}, keep="*.q_proj.*")
-    assert "keep chooses weights by name" in caplog.text
+    assert "with keep weights are chosen by name" in caplog.text
     assert not (tmp_path / "kept/modeling_diffquant.py").exists()
     caplog.clear()
     # What it says to write instead.

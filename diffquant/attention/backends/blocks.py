@@ -14,11 +14,11 @@ from torch.nn.functional import pad
 
 from diffquant.attention.logits import (
     binds_maps,
-    magnitudes,
+    largest_magnitudes,
     prepare_logits,
-    round_maps,
+    round_call_logits,
     softmax_weights,
-    to_rounded_form,
+    to_mean_and_difference,
 )
 from diffquant.attention.naive import naive
 from diffquant.attention.registry import BACKENDS, Backend, register
@@ -40,8 +40,8 @@ def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tens
             with later ones.
 
     Returns:
-        The weights of the values [B, h, T - first, S]: g·map 1 - λ·map 2, or the only map. And the softmax of each map
-        [maps, B, h, T - first, S], with shared noise maps repeated for each pair.
+        Two tensors: the weights by which values are multiplied, [B, h, T - first, S], which are g·map 1 - λ·map 2 or
+        the only map; and the softmax of each map, [maps, B, h, T - first, S], with a noise map for each pair.
     """
     call = replace(call, meter=None)
     weights, maps = [], []
@@ -68,15 +68,15 @@ def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tupl
     logits = call.logits
     shared = None
     if logits.sharing.spans_rows:
-        by_block = [magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call, 0)]
+        by_block = [largest_magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call, 0)]
         shared = [torch.stack(map_magnitudes).amax(0) for map_magnitudes in zip(*by_block, strict=True)]
     for rows, coded, visible in _coded_blocks(call, first):
-        rounded = round_maps(call, coded, visible, shared, is_first=not rows.start)
+        rounded = round_call_logits(call, coded, visible, shared, is_first=not rows.start)
         yield rows, [softmax_weights(x, visible, call.p) for x in rounded]
 
 
 def combine_maps(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor:
-    """Compute g·map 1 - λ·map 2 of some queries, [B, h, R, S'], in place of the first map."""
+    """Compute g·map 1 - λ·map 2, [B, h, R, S'], for the R queries of the slice `rows`, in the first map's memory."""
     weights = maps[0]
     if call.signal_gate is not None:
         weights.mul_(_rows_of(call.signal_gate, rows).to(weights.dtype))
@@ -86,7 +86,7 @@ def combine_maps(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor
 
 
 def multiply_grouped(x: Tensor, y: Tensor) -> Tensor:
-    """Compute [B, h, T, n] @ [B, h_kv, n, m] without repeating y, by stacking the rows of all heads that share it."""
+    """Compute x [B, h, T, n] @ y [B, h_kv, n, m]; h / h_kv adjacent heads of x use the same head of y, uncopied."""
     batch, heads, length, width = x.shape
     groups = y.shape[1]
     product = x.reshape(batch, groups, heads // groups * length, width) @ y
@@ -102,15 +102,15 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
     size = max(_BLOCK_ENTRIES // (batch * heads * len(q) * call.keys) // tile, 1) * tile
     for start in range(first // tile * tile, length, size):
         rows = slice(start, min(start + size, length))
-        reach = call.mask.reach(rows, length, call.keys)
+        end = call.mask.visible_end(rows, length, call.keys)
         visible = call.mask.visible(rows, length, call.keys, call.v.device)
-        visible = None if visible is None else visible[..., :reach]
+        visible = None if visible is None else visible[..., :end]
         map_logits = [
-            multiply_grouped(queries[:, :, rows], keys[:, :, :reach].mT).mul_(call.scale)
+            multiply_grouped(queries[:, :, rows], keys[:, :, :end].mT).mul_(call.scale)
             for queries, keys in zip(q, k, strict=True)
         ]
         prepared = [prepare_logits(x, visible, scheme.has("shift")) for x in map_logits]
-        yield rows, to_rounded_form(prepared, scheme), visible
+        yield rows, to_mean_and_difference(prepared, scheme), visible
 
 
 def _rows_of(weight: Tensor, rows: slice) -> Tensor:
@@ -122,7 +122,7 @@ def attend_by_blocks(call: AttentionCall) -> Tensor:
     """Compute attention by blocks of queries, including the quantization of its maps and the pair norm."""
     v = call.v
     if call.rounds_maps and v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
-        warnings.warn(f"maps are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
+        warnings.warn(f"quantizing in PyTorch, many times slower than in the Triton kernel: {refusal}", stacklevel=2)
     values = v.to(compute_dtype(v))
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
     for rows, maps in iterate_softmax_blocks(call):

@@ -36,22 +36,28 @@ MapAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def flashdiff1(call: AttentionCall) -> Tensor:
     """Compute attention with one SDPA call per map, or a single call if the maps share K (V2)."""
-    return pair_norm(combine_outputs(call, call.v, sdpa(call)), call.post)
+    return pair_norm(combine_outputs(call, call.v, prepare_sdpa(call)), call.post)
 
 
 def flashdiff2(call: AttentionCall) -> Tensor:
-    """Compute attention like `flashdiff1`, but with separate SDPA calls for each half of V if V is wider than K."""
-    return _attend_by_parts(call, sdpa(call))
+    """Compute attention with V split into parts as wide as K, and one SDPA call per map and part.
+
+    If the maps share K (V2), one call per part computes both.
+    """
+    return _attend_by_parts(call, prepare_sdpa(call))
 
 
 def flashdiff1_cudnn(call: AttentionCall) -> Tensor:
-    """Compute attention like `flashdiff1`, using cuDNN's attention."""
+    """Compute attention with one call of cuDNN's attention per map, or a single call if the maps share K (V2)."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return flashdiff1(call)
 
 
 def flash_attn(call: AttentionCall) -> Tensor:
-    """Compute attention like `flashdiff2`, using the `flash-attn` package (CUDA, float16 or bfloat16, no padding)."""
+    """Compute attention as `flashdiff2` does, with the `flash-attn` package in place of SDPA.
+
+    The package supports float16 and bfloat16 on CUDA; padding is not supported.
+    """
     from flash_attn import flash_attn_func
 
     def one_map(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -63,7 +69,7 @@ def flash_attn(call: AttentionCall) -> Tensor:
     return _attend_by_parts(call, one_map)
 
 
-def sdpa(call: AttentionCall) -> MapAttention:
+def prepare_sdpa(call: AttentionCall) -> MapAttention:
     """Return a function that computes one map's attention by torch's SDPA; a query that sees no key gets 0."""
     length, keys = call.length, call.keys
     is_plain = call.mask.is_plain
@@ -94,7 +100,13 @@ def _attend_by_parts(call: AttentionCall, one_map: MapAttention) -> Tensor:
 
 
 def combine_outputs(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
-    """Compute the attention of both maps and subtract λ times the noise map's output from the signal map's."""
+    """Compute each map's output with `one_map` and return signal map - λ·noise map, or the only map's output.
+
+    Args:
+        call: call that gives all but the values.
+        v: values, or a part of their channels.
+        one_map: function that computes one map's output.
+    """
     q, k = call.q, call.k
     if call.lam is None:
         return one_map(q[0], k[0], v)
@@ -155,15 +167,15 @@ def _find_flash_attn_refusal(call: AttentionCall) -> str | None:
         return "flash-attn runs on CUDA only"
     if call.v.dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn supports float16 and bfloat16, not {call.v.dtype}"
-    if call.mask.keys is not None or call.mask.seen is not None:
+    if call.mask.keys is not None or call.mask.explicit is not None:
         return "diffquant does not call flash-attn with padding masks"
     if call.mask.hides_by_window(call.keys):
         return "diffquant does not call flash-attn with windows"
     width, value_width = call.q[0].shape[-1], call.v.shape[-1]
     if width > _WIDEST or value_width % width:
         return (
-            f"flash-attn takes heads up to {_WIDEST} wide and values as wide, called for each part of wider ones; "
-            f"here keys are {width} and values {value_width} wide"
+            f"flash-attn supports keys up to {_WIDEST} wide and values as wide or a multiple as wide; here keys are "
+            f"{width} and values {value_width} wide"
         )
     return None if _has_flash_attn() else "the flash-attn package is not installed: pip install flash-attn"
 

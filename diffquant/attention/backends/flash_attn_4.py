@@ -40,7 +40,7 @@ def _find_refusal(call: AttentionCall) -> str | None:
     if call.v.dtype not in (torch.float16, torch.bfloat16):
         return f"diffquant calls flash-attn-4 in float16 and bfloat16, not {dtype_name(call.v.dtype)}"
     if not call.mask.is_plain or call.length > call.keys:
-        return "diffquant calls flash-attn-4 with causal masks and windows alone, without padding"
+        return "diffquant calls flash-attn-4 only for causal attention without padding, with or without a window"
     if call.needs_gradient:
         return "diffquant calls flash-attn-4 without gradients"
     major, minor = torch.cuda.get_device_capability(call.v.device)

@@ -35,7 +35,7 @@ class RoundedMatrix:
     Attributes:
         shape: [out, in] of the matrix, or [experts, out, in] of experts in one tensor.
         parts: names of the tensors that it is made of, the codes first.
-        dtype: dtype to which its library dequantizes it, and in which verbs write it.
+        dtype: dtype to which the library that packed it dequantizes it, and in which diffquant writes it unpacked.
         rows: function that dequantizes rows, from int64 indices [n] to float32 [n, in]. The rows of all experts are
             numbered consecutively.
     """
@@ -53,8 +53,8 @@ class Contents:
     Attributes:
         kind: number format of the codes, for messages.
         matrices: the packed matrices, by the names that they have when unpacked.
-        unused: tensors that are read only by engines that quantize activations or caches.
-        note: sentence on what engines should compute and diffquant does not; "" if there is nothing.
+        unused: names of tensors that are read only by engines that quantize activations or caches.
+        note: clause on what such engines quantize and diffquant does not; "" if there is nothing.
     """
 
     kind: str
@@ -82,7 +82,7 @@ def register(quant_method: str) -> Callable[[Layout], Layout]:
 
 
 def dequantize_folder(checkpoint: Checkpoint) -> Checkpoint:
-    """Wrap a folder in one of these layouts as a checkpoint of its floats; return others unchanged.
+    """Return a folder that another library quantized as a checkpoint of dequantized weights; return others unchanged.
 
     Raises:
         CheckpointError: its quant_method is not supported; or tensors are missing or have other shapes or types, or a
@@ -101,12 +101,12 @@ def dequantize_folder(checkpoint: Checkpoint) -> Checkpoint:
     if contents is None:
         return checkpoint
     if not contents.matrices:
-        what_to_do = "without its quantization_config it is a plain checkpoint"
+        what_to_do = "remove quantization_config from its config.json to open it as a 16-bit checkpoint"
         if contents.unused:
             scales = first_few(contents.unused, ", ")
-            what_to_do = f"it is a plain checkpoint with scales for engines, {scales}: open its source instead"
+            what_to_do = f"it has only scales of activations or caches, {scales}: open the 16-bit original instead"
         raise CheckpointError(
-            f"{checkpoint.path} holds no weight packed by {method}, although its config says so; {what_to_do}"
+            f"{checkpoint.path} has no weights packed by {method}, although its config declares that; {what_to_do}"
         )
     if checkpoint.config.get("model_type") in _OF_CONV1D:
         matrices = {name: _transpose(name, matrix) for name, matrix in contents.matrices.items()}
@@ -193,8 +193,8 @@ class DequantizedCheckpoint(Checkpoint):
         for file in _STATED_AGAIN:
             (folder / file).unlink(missing_ok=True)
 
-    def written_dtype(self, name: str) -> torch.dtype:
-        return self._matrices[name].dtype if name in self._matrices else self._stored.written_dtype(name)
+    def output_dtype(self, name: str) -> torch.dtype:
+        return self._matrices[name].dtype if name in self._matrices else self._stored.output_dtype(name)
 
     @property
     def rounded_as(self) -> str:
@@ -223,7 +223,7 @@ def _values(matrix: RoundedMatrix, rows: Tensor) -> Tensor:
 
 
 class Parts:
-    """The tensors of a folder checked against a layout; collects what is missing or different.
+    """Checks a folder's tensors against a layout, and collects what is missing or different.
 
     Attributes:
         problems: problems found so far, each naming its tensor or setting.
@@ -233,7 +233,11 @@ class Parts:
         self._stored, self.problems = stored, list[str]()
 
     def shape(self, name: str, axes: int, *dtypes: torch.dtype) -> tuple[int, ...] | None:
-        """Return the shape of a tensor with `axes` axes and one of these dtypes, or any float if none are given."""
+        """Check a tensor's number of axes and dtype, and return its shape, or None with a new problem.
+
+        Args:
+            dtypes: allowed dtypes; by default all floats of 16 bits or more.
+        """
         info = self._stored.tensors.get(name)
         if info is None:
             self.problems.append(f"{name} is missing")
@@ -249,7 +253,7 @@ class Parts:
         return info.shape
 
     def expect(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> bool:
-        """Check a tensor's shape and dtype, record problems, and return whether there are none."""
+        """Check a tensor's shape and dtype as `shape` does, and return whether both are as expected."""
         stored = self.shape(name, len(shape), *dtypes)
         if stored is not None and stored != shape:
             self.problems.append(f"{name} is {list(stored)}, not {list(shape)}")
@@ -271,7 +275,7 @@ def list_modules_with(stored: Checkpoint, suffix: str) -> list[str]:
 
 
 def read_count(entry: Mapping[str, Any], key: str, allowed: range, problems: list[str]) -> int:
-    """Read a whole number of quantization_config; otherwise add a problem and return the lowest allowed number."""
+    """Return a whole number of quantization_config; if it is not allowed, add a problem and return the lowest one."""
     value = entry.get(key)
     if type(value) is int and value in allowed:
         return value
@@ -280,7 +284,7 @@ def read_count(entry: Mapping[str, Any], key: str, allowed: range, problems: lis
 
 
 def read_group_size(entry: Mapping[str, Any], problems: list[str]) -> int:
-    """Read the `group_size` of quantization_config: inputs that share a scale, -1 if all of them do."""
+    """Return the `group_size` of quantization_config, -1 if all inputs share a scale; add a problem if invalid."""
     size = entry.get("group_size", -1)
     if type(size) is int and (size == -1 or size > 0):
         return size
@@ -288,8 +292,12 @@ def read_group_size(entry: Mapping[str, Any], problems: list[str]) -> int:
     return -1
 
 
-def check_plain(entry: Mapping[str, Any], read: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
-    """Add a problem for each setting of quantization_config whose value is not supported."""
+def check_settings(entry: Mapping[str, Any], read: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
+    """Add a problem for each setting of quantization_config whose value is not supported.
+
+    Args:
+        read: supported values by setting.
+    """
     problems += [
         f"{key} of quantization_config is {entry[key]!r}, expected {' or '.join(map(repr, values))}"
         for key, values in read.items()

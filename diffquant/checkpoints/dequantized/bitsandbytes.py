@@ -35,7 +35,7 @@ def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Contents
     """Read the matrices of a bitsandbytes folder, each of which states its own format.
 
     Raises:
-        CheckpointError: tensors are not what the layouts have; the first are named.
+        CheckpointError: tensors do not match the layouts; the first are named.
     """
     parts = Parts(stored)
     matrices: dict[str, RoundedMatrix | None] = {}

@@ -18,10 +18,10 @@ from torch import Tensor
 from diffquant.checkpoints.compressed_config import (
     REORDERED,
     block_shape,
+    has_input_schemes,
+    has_kv_cache_scheme,
     has_targets,
     is_square,
-    records_activations,
-    states_cache,
 )
 from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
@@ -51,9 +51,9 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     """Read the matrices of a compressed-tensors folder, or return None if it is read packed.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layouts have; the first are named.
+        CheckpointError: tensors or settings do not match the layouts; the first are named.
     """
-    if records_activations(stored.config):
+    if has_input_schemes(stored.config):
         return None
     if online := _online_transforms(entry.get("transform_config")):
         raise CheckpointError(
@@ -63,7 +63,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         return None
-    has_cache = entry.get("kv_cache_scheme") and not states_cache(stored.config)
+    has_cache = entry.get("kv_cache_scheme") and not has_kv_cache_scheme(stored.config)
     if not has_cache and not any(map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])):
         return None
     parts = Parts(stored)
@@ -96,7 +96,7 @@ def _online_transforms(config: Any) -> list[str]:
     """List transforms that an engine has to compute; those of weights are already applied to the stored weights."""
     groups = config.get("config_groups") if isinstance(config, Mapping) else config
     if not isinstance(groups, Mapping):
-        return ["no groups of transforms"] if groups else []
+        return ["its config_groups cannot be read"] if groups else []
     return [str(name) for name, group in groups.items() if not _is_offline(group)]
 
 
@@ -160,7 +160,7 @@ def _read_integers(
     bits, is_packed = weights.get("num_bits"), codes.endswith(PACKED)
     if weights.get("type", "int") != "int" or type(bits) is not int or not 2 <= bits <= 8:
         parts.problems.append(
-            f"{module} has {bits!r} bits of type {weights.get('type')!r}; only 2 to 8 bits are supported"
+            f"{module} has {bits!r} bits of type {weights.get('type')!r}; supported are integers of 2 to 8 bits"
         )
         return None
     words = parts.shape(codes, 2, torch.int32 if is_packed else torch.int8)
@@ -226,7 +226,7 @@ def _expect_zeros(parts: Parts, name: str, scales: tuple[int, ...], outputs: int
     if not is_packed:
         return parts.expect(name, scales, torch.int8)
     if len(scales) != 2 or scales[0] != outputs:
-        parts.problems.append(f"{name} is packed along {outputs} outputs, and its scales are {list(scales)}")
+        parts.problems.append(f"{name} is packed along {outputs} outputs, but the scales have shape {list(scales)}")
         return False
     return parts.expect(name, (packed_words(outputs, bits), scales[1]), torch.int32)
 

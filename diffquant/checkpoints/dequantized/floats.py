@@ -66,7 +66,7 @@ def read_float_matrix(
     if spread is None:
         parts.problems.append(
             f"{codes} is {info.dtype} {list(info.shape)}, which does not fit the scale {scale_info.dtype} "
-            f"{list(scale_info.shape)}{'' if above in stored.tensors else ' without a scale of the tensor'}"
+            f"{list(scale_info.shape)}{'' if above in stored.tensors else ' without a scale per tensor'}"
         )
         return None
     has_above = kind == "NVFP4" and above is not None
@@ -103,7 +103,14 @@ def _kind(codes: torch.dtype, scales: torch.dtype, group: int | None, has_above:
 def find_spread(
     scales: tuple[int, ...], shape: tuple[int, ...], group: int | None = None, block: tuple[int, int] | None = None
 ) -> Spread | None:
-    """Return the function that expands scales of a shape to rows of a matrix [..., out, in], or None if none fits."""
+    """Return the function that picks the scales of given rows of a matrix, or None if the shapes do not fit.
+
+    Args:
+        scales: shape of the stored scales.
+        shape: shape of the matrix [..., out, in].
+        group: number of neighbouring inputs that share a scale, if known.
+        block: height and width of the blocks that share a scale, if known.
+    """
     *lead, height, width = shape
     experts, stated = math.prod(lead), tuple(n for n in scales if n != 1)
     if not stated:
@@ -134,12 +141,16 @@ def find_spread(
 
 
 def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the model's dtype in config.json, to which libraries dequantize; bfloat16 by default."""
+    """Return the dtype that config.json gives the model, to which libraries dequantize; bfloat16 if it gives none."""
     return DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), torch.bfloat16)
 
 
 def find_unscaled(stored: Checkpoint, found: Mapping[str, object]) -> list[str]:
-    """List a problem for each weight of 8-bit dtype for which no scale was found."""
+    """List a problem for each weight of an 8-bit dtype that is not among the matrices found, as its scales are missing.
+
+    Args:
+        found: matrices by name.
+    """
     small = (torch.uint8, torch.int8, *FLOAT8)
     return [
         f"{name} is {info.dtype}, and its scales are missing"
@@ -173,10 +184,10 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
 
     A module has weight float8_e4m3fn and weight_scale_inv, which multiplies despite its name, [⌈out/128⌉, ⌈in/128⌉] for
     `weight_block_size` [128, 128]. Experts in one tensor T have T_scale_inv. A static `activation_scheme` adds
-    activation_scale. AutoFP8 calls the two weight_scale, one number, and input_scale.
+    activation_scale. AutoFP8 has weight_scale, which is one number, and input_scale instead.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the first are named.
     """
     parts = Parts(stored)
     size = entry.get("weight_block_size")
@@ -201,7 +212,7 @@ def _read_scaled(
     found = {}
     for scale, codes in scales.items():
         if codes not in stored.tensors:
-            parts.problems.append(f"{scale} exists without {codes}")
+            parts.problems.append(f"{scale} exists, but {codes} is missing")
         elif matrix := read_float_matrix(stored, parts, codes, scale, multiplier=f"{scale}_2", block=block):
             found[codes] = matrix
     parts.problems += find_unscaled(stored, found)
@@ -226,13 +237,13 @@ _ALGORITHMS = (
 def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """Read the matrices of a ModelOpt folder, or of Motif-3's own NVFP4 release.
 
-    A module has weight, weight_scale, with NVFP4 weight_scale_2, and input_scale if engines round activations;
-    attention has k_scale and v_scale of an FP8 cache beside its projections. Experts in one tensor have no ".weight",
-    and their tensors are named like gate_up_proj_weight_scale. Dtypes and shapes show each tensor's format, so a folder
-    may mix formats. In Motif-3's release, `modelopt_nvfp4`, only the experts are packed, with one weight_scale_2 each.
+    A module has weight and weight_scale. NVFP4 adds weight_scale_2, rounded activations add input_scale, and an FP8
+    cache adds k_scale and v_scale to attention's projections. Experts in one tensor have no ".weight", and their
+    tensors are named like gate_up_proj_weight_scale. Dtypes and shapes show each tensor's format, so a folder may mix
+    formats. In Motif-3's release, `modelopt_nvfp4`, only experts are packed, with one weight_scale_2 for each expert.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the first are named.
     """
     parts = Parts(stored)
     algorithm = entry.get("quant_algo")

@@ -24,7 +24,7 @@ from diffquant.checkpoints.dequantized.base import (
     Contents,
     Parts,
     RoundedMatrix,
-    check_plain,
+    check_settings,
     list_modules_with,
     read_count,
     read_group_size,
@@ -41,12 +41,12 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     """Read the matrices of a GPTQ folder.
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the first are named.
     """
     parts = Parts(stored)
     # Libraries write either key.
     formats = {key: tuple(_VERSIONS) for key in ("checkpoint_format", "format")}
-    check_plain(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)}, parts.problems)
+    check_settings(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)}, parts.problems)
     if not isinstance(entry.get("dynamic") or {}, Mapping):
         parts.problems.append("dynamic of quantization_config is not a mapping from expressions to settings")
     _bits_and_size(entry, parts)
@@ -156,20 +156,20 @@ _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 @register("awq")
 def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
-    """Read the matrices of an AWQ folder, version "gemm": eight 4-bit outputs per int32 word, in the order `_PLACES`.
+    """Read the matrices of an AWQ folder, version "gemm": eight 4-bit outputs per int32 word, in AWQ's own order.
 
-    A module has qweight int32 [in, out/8], qzeros int32 [groups, out/8] and scales [groups, out]; a group is
-    g neighbouring inputs: w[o, i] = scales[i // g, o] · (q[i, o] − z[i // g, o]).
+    A module has qweight int32 [in, out/8], qzeros int32 [groups, out/8] and scales [groups, out]. A group consists of g
+    neighbouring inputs: w[o, i] = scales[i // g, o] · (q[i, o] − z[i // g, o]).
 
     Raises:
-        CheckpointError: tensors or settings are not what the layout has; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the first are named.
 
     Source: AutoAWQ 0.2.9, utils/packing_utils.py.
     """
     parts = Parts(stored)
     read_count(entry, "bits", range(_AWQ_BITS, _AWQ_BITS + 1), parts.problems)
     # Newer versions of transformers call the version "format".
-    check_plain(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")), parts.problems)
+    check_settings(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")), parts.problems)
     if entry.get("backend") == "llm-awq":
         parts.problems.append("backend of quantization_config is 'llm-awq', whose words have another order")
     size = read_group_size(entry, parts.problems)

@@ -29,9 +29,9 @@ def extremes(
     MAPS: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the largest and smallest visible logit of each query of a tile; both are 0 if it sees no key.
+    """Compute the largest and smallest visible logit of each query of a tile; both are 0 for a query that sees no key.
 
-    `scale` is positive. With `q_steps` and `k_steps`, per-token scales, queries and keys are codes.
+    `scale` is positive. If `q_steps` and `k_steps` are given, queries and keys are codes with these per-token scales.
     """
     tiles = tl.cdiv(T, BM)
     tile = tiles - 1 - tl.program_id(0) % tiles

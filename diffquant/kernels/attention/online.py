@@ -1,7 +1,7 @@
 """Attention over a range of keys with an online softmax, shared by the prefill kernels.
 
-A tile has some rows (queries). Positions count from the sequence's first valid key; there are `keys` valid keys, and a
-row at position p sees keys 0 to p.
+A tile is a block of rows, one per query. Positions count from the sequence's first valid key; there are `keys` valid
+keys, and a row at position p sees keys 0 to p.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,7 +16,8 @@ from torch import Tensor
 def seen_by(query, queries, offset, valid):
     """Return the range of keys that each query sees, `first` and exclusive `last`; both are 0 if it sees none.
 
-    `offset` is the position of query 0 among the keys.
+    `query` are indices below `queries`, `offset` is the position of query 0 among the keys, and `valid` is the number
+    of valid keys.
     """
     position = query + offset
     first = tl.zeros_like(query)
@@ -29,9 +30,13 @@ def seen_by(query, queries, offset, valid):
 
 @triton.jit
 def key_blocks(first, last, valid, BN: tl.constexpr):
-    """Return key ranges of a tile: fully visible blocks in [inner, outer), which need no mask, others in [outer, stop).
+    """Return three bounds of the keys of a tile whose rows see the keys from `first` to exclusive `last`.
 
-    `inner` and `outer` are multiples of BN. Rows that see no key are ignored, since their results are discarded.
+    All rows see the keys in [inner, outer), so these need no mask; those in [outer, stop) need one. `inner` and `outer`
+    are multiples of BN. Rows that see no key are ignored, since their results are discarded.
+
+    Returns:
+        inner, outer, stop.
     """
     sees = first < last
     begin = tl.min(tl.where(sees, first, valid)) // BN * BN
@@ -49,7 +54,7 @@ _FP16_MAX = tl.constexpr(65504.0)
 
 @triton.jit
 def at(strides, sequence, head, position):
-    """Return the offset of the first element of a sequence, head and position, in 64 bits."""
+    """Return the int64 offset of a sequence, head and position in a tensor whose axes have these strides."""
     return (
         tl.cast(sequence, tl.int64) * strides[0]
         + tl.cast(head, tl.int64) * strides[1]
@@ -85,7 +90,10 @@ def load_rows(
     source, first, column, bound, stride,
     STEP: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile [STEP, WIDTH] from a TMA descriptor or pointer, starting at a row and column; 0 from row `bound`."""
+    """Load a tile [STEP, WIDTH] that begins at row `first` and a column; rows from `bound` on are 0.
+
+    `source` is a TMA descriptor if DESCRIBED, else a pointer. A pointer's rows are compared with `bound` only if EDGE.
+    """
     if DESCRIBED:
         rows = source.load([first, column])
     else:
@@ -109,6 +117,7 @@ def attend_keys(
         largest, total: maxima and sums of weights [rows].
         q: queries [rows, WIDTH]; their positions are `position` [rows].
         scale: factor of Q·Kᵀ, times log2(e).
+        EDGE: whether some rows do not see all of these keys, so that logits are masked.
     """
     for first in tl.range(begin, end, STEP):
         k = load_rows(K, first, 0, keys, k_stride, STEP, WIDTH, DESCRIBED, EDGE)
@@ -181,7 +190,7 @@ def pair_norm(out, Weight, eps, factor, VALUE_WIDTH: tl.constexpr):
     return out
 
 
-def can_describe(*tensors: Tensor) -> bool:
+def supports_tma(*tensors: Tensor) -> bool:
     """Return whether TMA descriptors can read these tensors: contiguous last axis, all else aligned to 16 bytes."""
     return all(
         x.stride(-1) == 1

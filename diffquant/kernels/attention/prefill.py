@@ -24,13 +24,13 @@ from diffquant.kernels.attention.online import (
     allow_descriptors,
     at,
     attend_tile,
-    can_describe,
     load_rows,
     pair_norm,
+    supports_tma,
     to_float16,
     valid_range,
 )
-from diffquant.kernels.configs import PREFILL, choose
+from diffquant.kernels.configs import PREFILL, choose_config
 from diffquant.kernels.gpu import device_class
 
 
@@ -99,7 +99,7 @@ def prefill_v2(
     NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output as in `prefill_v1` if both maps share K [B, h_kv, S, d]; ROWS rows are ROWS / 2 queries."""
+    """Compute the output as in `prefill_v1` if both maps share K [B, h_kv, S, d]; ROWS / 2 queries fill a tile."""
     held: tl.constexpr = ROWS // 2
     VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, held)
@@ -183,15 +183,15 @@ def prefill_refusal(call: AttentionCall) -> str | None:
 def _launch(x: Operands) -> Tensor:
     """Compute the output of `prefill`."""
     out, v, lam = x.out, x.v, cast(Tensor, x.lam)
-    if x.is_blind:
+    if x.is_empty:
         return out.zero_()
     batch, pairs, queries, width = x.q[0].shape
     kv_pairs, keys, value_width = v.shape[1:]
     has_own_keys = len(x.k) == 2
     kernel, name = (prefill_v1, "prefill_v1") if has_own_keys else (prefill_v2, "prefill_v2")
     device_kind = device_class(v.device)
-    described = device_kind == "sm_90" and can_describe(*x.k, v)
-    tile = choose(PREFILL, f"{name}/{device_kind if described else 'sm_80'}/{width}")
+    described = device_kind == "sm_90" and supports_tma(*x.k, v)
+    tile = choose_config(PREFILL, f"{name}/{device_kind if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)

@@ -19,16 +19,16 @@ from diffquant.kernels.arguments import Operands, call_refusal, register_operato
 from diffquant.kernels.attention.online import (
     LOWEST,
     allow_descriptors,
-    can_describe,
     key_blocks,
     load_rows,
     pair_norm,
     seen_by,
+    supports_tma,
     to_float16,
     valid_range,
 )
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv, swizzle
-from diffquant.kernels.configs import attention_tile, choose
+from diffquant.kernels.configs import attention_tile, choose_config
 from diffquant.kernels.gpu import device_class, fp8_refusal
 
 # log2(448): softmax weights are multiplied by 448, e4m3's largest number, to use its whole range.
@@ -44,7 +44,10 @@ def attend_int8(
     D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of BM rows of one pair: BM / PACK queries."""
+    """Compute attention of one tile of BM rows of one pair.
+
+    With PACK = 2 the maps share keys, and a query has two adjacent rows; else PACK is 1.
+    """
     # Under causal order, tiles at the end see the most keys, so they start first.
     tiles = rows // BM
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -225,18 +228,18 @@ def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:
 def _launch(x: Operands, pv: str) -> Tensor:
     """Compute the output of `prefill_int8`."""
     out, q, k, v, lam = x.out, x.q, x.k, x.v, x.lam
-    if x.is_blind:
+    if x.is_empty:
         return out.zero_()
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
     device_kind = device_class(v.device)
-    tile = choose(TILES, f"prefill_int8/{device_kind}/{width}")
+    tile = choose_config(TILES, f"prefill_int8/{device_kind}/{width}")
     with torch.cuda.device_of(v):
         q8, q_scale, k8, k_scale, v8, v_scale = quantize_qkv(
             q, k, v, x.starts, x.ends, x.scale, tile_rows=tile["queries"], block=tile["keys"], values=pv == "fp8"
         )
         described = device_kind == "sm_90"
-        if described and not can_describe(v):
+        if described and not supports_tma(v):
             v = v.clone(memory_format=torch.contiguous_format)
         operands: list[Tensor | TensorDescriptor] = [q8, k8, v if v8 is None else v8]
         if described:

@@ -15,13 +15,13 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
-from diffquant.kernels.attention.online import allow_descriptors, can_describe
+from diffquant.kernels.attention.online import allow_descriptors, supports_tma
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
 from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, operands_refusal, quantize_rows
-from diffquant.kernels.configs import attention_tile, choose
+from diffquant.kernels.configs import attention_tile, choose_config
 from diffquant.kernels.gpu import device_class
 from diffquant.recipe.numbers.formats import format_named
-from diffquant.recipe.numbers.simulation import logit_format, weight_scale
+from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
 
 TILES = {
@@ -66,12 +66,12 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
 
 
 def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) -> str | None:
-    """Return why `prefill_simulated` cannot serve a call on a device that runs Triton, or None."""
+    """Return why `prefill_simulated` does not support a call on a device that runs Triton, or None."""
     scheme = call.logits
     if specialized and (reason := specialized_refusal(call.v.device)):
         return reason
     if not call.rounds_maps:
-        return "nothing is quantized at 16 bits; use a kernel without simulation"
+        return "the call quantizes nothing; use a kernel without simulation"
     if call.p.quantizes and (reason := _weights_refusal(call, specialized)):
         return f"softmax weights at {call.p}: {reason}"
     if call.qk.quantizes:
@@ -86,7 +86,7 @@ def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) ->
         return f"one scale per {scheme.granularity} is not supported; the kernel supports {', '.join(GRANULARITIES)}"
     served = ("shift",) if call.maps == 2 else ("shift", "alike")
     if others := [each.name for each in scheme.transforms if each.name not in served]:
-        return f"logits rounded {others[0]} are not supported; the kernel rounds each map separately"
+        return f"logits with {others[0]} are not supported; the kernel rounds each map separately"
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
@@ -136,7 +136,7 @@ def _launch(
     maps = len(q)
     clipped = torch.zeros(batch, heads, maps, length, dtype=torch.int32, device=v.device)
     top, bottom = torch.zeros(2, batch, heads, maps, length, device=v.device)
-    if x.is_blind:
+    if x.is_empty:
         return out.zero_(), _largest_of_shared(top, granularity), clipped
     scheme = Scheme.parse(weights) if weights else FULL
     of_weights = {
@@ -145,7 +145,7 @@ def _launch(
         "BLOCKS": BLOCK_FORMATS.get(scheme.format.name),
         "FULL_SUM": scheme.has("fullsum"),
     }
-    weight_step = float(weight_scale(scheme.format, scheme.has("pow2"))) if scheme.granularity == "row" else 1.0
+    weight_step = float(softmax_weight_scale(scheme.format, scheme.has("pow2"))) if scheme.granularity == "row" else 1.0
     k, k_maps = x.k, len(x.k)
     q_steps = k_steps = None
     if qk:
@@ -155,9 +155,9 @@ def _launch(
     device_kind = device_class(v.device)
     described = device_kind == "sm_90"
     if described:
-        k = k if can_describe(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
-        v = v if can_describe(v) else v.clone(memory_format=torch.contiguous_format)
-    tile = choose(TILES, f"simulated/{device_kind}/{width}")
+        k = k if supports_tma(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
+        v = v if supports_tma(v) else v.clone(memory_format=torch.contiguous_format)
+    tile = choose_config(TILES, f"simulated/{device_kind}/{width}")
     lengths = (heads, heads // kv_heads, length, keys)
     with torch.cuda.device_of(v):
         if described:

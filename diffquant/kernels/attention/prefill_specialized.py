@@ -10,9 +10,9 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.attend_specialized import attend_fp8_specialized, attend_specialized
-from diffquant.kernels.attention.online import allow_descriptors, can_describe
+from diffquant.kernels.attention.online import allow_descriptors, supports_tma
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv
-from diffquant.kernels.configs import choose
+from diffquant.kernels.configs import choose_config
 from diffquant.kernels.gpu import device_class
 
 # By the widths of keys and values: number of keys per step, and of steps that the loading warp loads ahead, as many as
@@ -80,7 +80,7 @@ def launch_specialized(
     """Launch `attend_specialized` over all tiles.
 
     Args:
-        q: one [B, h, T, d] per map; `can_describe` is true for q, k and v.
+        q: one [B, h, T, d] per map; `supports_tma` is true for q, k and v.
         k: one [B, h_kv, S, d] per map, or one that two maps share.
         v: [B, h_kv, S, dv].
         tensors: the kernel's arguments after v, from lam to the strides.
@@ -92,7 +92,7 @@ def launch_specialized(
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
     kernel = "simulated_specialized" if rounded else "prefill_specialized"
-    tile = choose(TILES, f"{kernel}/sm_90/{width}x{value_width}")
+    tile = choose_config(TILES, f"{kernel}/sm_90/{width}x{value_width}")
     shared = len(q) // len(k)
     allow_descriptors()
     attend_specialized[(-(-length * shared // _ROWS) * batch * heads,)](
@@ -116,7 +116,7 @@ def prefill_specialized_refusal(call: AttentionCall, bits: int = 16) -> str | No
 def _launch(x: Operands, bits: int) -> Tensor:
     """Compute the output of `prefill_specialized`."""
     out, q, k, v, lam = x.out, x.q, x.k, x.v, x.lam
-    if x.is_blind:
+    if x.is_empty:
         return out.zero_()
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
@@ -125,7 +125,7 @@ def _launch(x: Operands, bits: int) -> Tensor:
     parked = out.view(torch.float16)
     with torch.cuda.device_of(v):
         if bits == 8:
-            tile = choose(TILES, f"prefill_fp8_specialized/sm_90/{width}x{value_width}")
+            tile = choose_config(TILES, f"prefill_fp8_specialized/sm_90/{width}x{value_width}")
             q8, q_scale, k8, k_scale, v8, v_scale = quantize_qkv(
                 q, k, v, x.starts, x.ends, x.scale, tile_rows=_ROWS, block=tile["keys"], values=True
             )
@@ -153,6 +153,6 @@ _operator = register_operator("prefill_specialized", _launch, ", int bits")
 
 def _describable(tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors, copying those that TMA descriptors cannot read."""
-    if can_describe(*tensors):
+    if supports_tma(*tensors):
         return tensors
     return [x.clone(memory_format=torch.contiguous_format) for x in tensors]

@@ -42,7 +42,7 @@ TOP_EXPONENT = tl.constexpr(14)
 
 @triton.constexpr_function
 def exponent_of(number):
-    """Return the exponent of a positive normal number."""
+    """Return the largest integer e with 2^e at most `number`, which is at least 1."""
     exponent = 0
     while 2.0 ** (exponent + 1) <= number:
         exponent += 1
@@ -51,7 +51,7 @@ def exponent_of(number):
 
 @triton.constexpr_function
 def mantissa_bits(number):
-    """Return the mantissa bits of a number in [1, 2] as float32."""
+    """Return the 23 mantissa bits of a number in [1, 2) as an integer, as float32 stores them."""
     return int((number - 1) * 2**23)
 
 
@@ -66,15 +66,15 @@ def to_float(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 @triton.jit
 def inverse_unit(FORMAT: tl.constexpr):
-    """Return 1 divided by the unit of quantized weights."""
+    """Return 1 / unit, for the unit by which `round_in_blocks` divides weights if TOP is TOP_EXPONENT."""
     return 2.0**TOP_EXPONENT if FORMAT[4] > 0 else _DIVISOR
 
 
 @triton.jit
 def round_in_blocks(p, FORMAT: tl.constexpr, TOP: tl.constexpr):
-    """Round weights [rows, keys] in [0, 1] to a format of `BLOCK_FORMATS`; return them in units.
+    """Round weights [rows, keys] in [0, 1] to a format of `BLOCK_FORMATS` and return them divided by a unit.
 
-    For MX formats the unit is 2^-TOP; with TOP = 0 any magnitudes may be rounded.
+    The unit is 2^-TOP for MX formats and 1 / (448 · 6) for NVFP4. With MX formats and TOP = 0, weights may exceed 1.
     """
     SIZE: tl.constexpr = FORMAT[0]
     ROWS: tl.constexpr = p.shape[0]
@@ -109,7 +109,7 @@ _ROUND = tl.constexpr(12582912.0)
 def operands_refusal(scheme: Scheme) -> str | None:
     """Return why the kernel cannot quantize queries and keys with a scheme, or None if it can."""
     if scheme.transforms:
-        return "transforms are not supported"
+        return f"the transform {scheme.transforms[0].name} is not supported"
     if (known := BLOCK_FORMATS.get(scheme.format.name)) is not None:
         # NVFP4 has a second scale for the whole tensor.
         return None if known[4] else "the kernel supports MX formats, integers and e4m3"
@@ -119,9 +119,15 @@ def operands_refusal(scheme: Scheme) -> str | None:
 
 
 def quantize_rows(x: Sequence[Tensor], scheme: Scheme) -> tuple[list[Tensor], Tensor]:
-    """Quantize each map's [B, H, T, d] to codes in the same dtype, contiguous, and scales, float32 [B, H, maps, T].
+    """Quantize queries or keys with one scale per token and head.
 
-    The memory of the scales continues after the last one, so that kernels may read a whole tile's scales.
+    Args:
+        x: one [B, H, T, d] per map.
+        scheme: scheme that `operands_refusal` does not refuse.
+
+    Returns:
+        Codes of each map, contiguous and in the dtype of `x`, and their scales, float32 [B, H, maps, T]. The memory of
+        the scales continues after the last one, so that kernels may read a whole tile's scales.
     """
     batch, heads, tokens, width = x[0].shape
     codes = [each.new_empty(each.shape) for each in x]

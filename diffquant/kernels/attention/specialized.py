@@ -88,7 +88,7 @@ def valid_keys(starts, ends, sequence, S):
 
 @gluon.jit
 def key_steps(position, queries, valid, BN: gl.constexpr):
-    """Return how many steps of BN keys are fully visible to all of a tile's queries, and how many to at least one.
+    """Return how many steps of BN keys all of a tile's queries see in full, and how many some query sees.
 
     The first query is at `position` among the valid keys; each query sees the keys up to its own.
     """

@@ -1,4 +1,4 @@
-"""Appends new tokens to a `KVStore` and packs the tokens that leave the window of unquantized ones.
+"""Appends new tokens to a `KVStore` and packs the tokens that leave the ring of unquantized ones.
 
 Codes and scales are those of `diffquant.recipe.numbers`: scales in the dtype of keys and values, correctly rounded
 division, half to even. The length is read and advanced on the device, so the launch may be captured in a CUDA graph.
@@ -18,7 +18,7 @@ from diffquant.recipe.numbers.absmax import max_code, to_storable_scale
 
 
 def append(store: KVStore, k: Tensor, v: Tensor) -> None:
-    """Store new tokens.
+    """Append the keys and values of new tokens to a store.
 
     Args:
         store: store of one layer.
@@ -63,7 +63,7 @@ def _launch(
     v_bits: int,
     residual: int,
 ) -> None:
-    """Append to the tensors of a store; `keys` and `values` are `StoredSide.tensors`."""
+    """Append to the tensors of a store; `keys` and `values` are `StoredKeysOrValues.tensors`."""
     batch, k_heads, tokens, width = k.shape
     v_heads, value_width = v.shape[1], v.shape[3]
     k_ring, v_ring = (side[3].shape[2] * FRAGMENT for side in (keys, values))
@@ -88,7 +88,12 @@ def _(*_args: object) -> None:
 
 
 def append_launches(tokens: int, k_block: int, k_ring: int, v_ring: int) -> tuple[int, list[tuple[bool, bool]]]:
-    """Return the largest number of steps per head, and the launches: whether each packs tokens and fills the ring."""
+    """Return how an append of `tokens` tokens is launched.
+
+    Returns:
+        The largest number of steps per head, and for each launch whether it packs tokens that leave the ring and
+        whether it writes new tokens to the ring.
+    """
     steps = max(
         _most_packed_steps(tokens, k_block) + _most_waiting_steps(tokens, k_ring, k_block),
         _most_packed_steps(tokens, 1) + _most_waiting_steps(tokens, v_ring, 1),

@@ -1,4 +1,4 @@
-"""The kernels that append tokens: they pack those that leave the unquantized window and write new ones to its ring.
+"""The kernels that append tokens: they pack those that leave the ring of unquantized tokens and write new ones to it.
 
 A program processes one step of tokens of one head. It packs the tokens that leave, then writes new ones to the same
 slots of the ring, so no program overwrites slots that another one still reads.
@@ -23,7 +23,10 @@ def append_tokens(
     V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
     PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Append one step of tokens to one head; heads of K come before those of V."""
+    """Append one step of tokens to one head; heads of K come before those of V.
+
+    Tokens that leave the ring are packed if PACKS; new tokens are written to the ring if KEEPS.
+    """
     length = tl.load(Progress)
     k_floor = tl.load(Progress + 1)
     v_floor = tl.load(Progress + 2)
@@ -66,7 +69,7 @@ def store_step(
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
     LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Pack a step of one head's tokens that leave the window, and write new tokens to their slots of the ring."""
+    """Pack a step of one head's tokens that leave the ring, and write new tokens to their slots of the ring."""
     STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
     packed = packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
     packing = packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)

@@ -17,7 +17,7 @@ from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import decode_problems, empty_output
-from diffquant.kernels.cache.decode_cut import ROWS, TILES, Cut, choose_tile
+from diffquant.kernels.cache.decode_cut import ROWS, TILES, DecodeSplit, choose_tile
 from diffquant.kernels.cache.decode_share import decode_share
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, WIDTHS, KVStore
 from diffquant.kernels.cache.stored_side import channels_in_word
@@ -81,7 +81,7 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
         raise UsageError(f"decode: the store has {k.width} channels and latents of {v.width}; use decode_latent")
     shared = len(q) == 2 and k_heads == v_heads
     if not shared and k_heads != len(q) * v_heads:
-        raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads and {v_heads} value heads")
+        raise UsageError(f"decode: {k_heads} key heads do not fit {len(q)} maps and {v_heads} value heads")
     if wrong := decode_problems(q, v_heads, mask):
         raise UsageError("decode: " + "; ".join(wrong))
     # Tensors with the shapes of the stored keys and values, without memory, for the checks.
@@ -111,7 +111,7 @@ def _launch(
     eps: float,
     factor: float,
 ) -> Tensor:
-    """Compute the output of `decode`; `keys` and `values` are `StoredSide.tensors`."""
+    """Compute the output of `decode`; `keys` and `values` are `StoredKeysOrValues.tensors`."""
     queries, width = q[0].shape[2:]
     k_heads, v_heads = keys[0].shape[1], values[0].shape[1]
     value_width = _value_width(values, v_bits)
@@ -123,8 +123,8 @@ def _launch(
     capacity, most_tokens = keys[0].shape[2] * FRAGMENT, k_block if k_block > 1 else CAPACITY_STEP
     token_bits = k_heads // v_heads * width * k_bits + value_width * v_bits
     tile = choose_tile(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
-    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
-    sums = cut.empty_sums(out)
+    cut = DecodeSplit.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
+    sums = cut.allocate_partials(out)
     with torch.cuda.device_of(out):
         decode_share[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3], *keys, *values,

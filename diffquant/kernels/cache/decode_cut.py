@@ -17,22 +17,22 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention.online import LOWEST, pair_norm
 from diffquant.kernels.cache.kv_layout import field_channels, packed_tokens, value_channels
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP
-from diffquant.kernels.configs import Config, choose
-from diffquant.kernels.gpu import bandwidth, processors, registers_of
+from diffquant.kernels.configs import Config, choose_config
+from diffquant.kernels.gpu import bandwidth, multiprocessors, registers_per_thread
 from diffquant.kernels.linear.repack import FRAGMENT
 
 
 @triton.jit
-def share_of_store(
+def keys_of_program(
     Progress, Starts, Ends, sequence, row, queries, window,
     RESIDUAL: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, V_BITS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys of a store that a program's rows see, and its share of them, in steps of STEP tokens.
+    """Return which keys of a store each of a program's rows sees, and the share of the keys that the program reads.
 
     Returns:
         first, position: first and last key that each row sees.
-        begin, end: the share; `begin` is a multiple of STEP.
+        begin, end: the share, keys `begin` to exclusive `end`; `begin` is a multiple of STEP.
         k_packed, v_packed: number of packed keys and values.
     """
     length = tl.load(Progress)
@@ -69,11 +69,14 @@ def initial_sums(
 
 
 @triton.jit
-def store_share(
+def store_partial_sums(
     sums, Largest, Total, Acc,
     FIELDS: tl.constexpr, IN_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the warps' accumulators and store them as a share's; IN_ROWS: channels are in the order of page rows."""
+    """Combine the warps' accumulators and store them as the partial results of the program's share of the keys.
+
+    If IN_ROWS, channels are in the order of `value_channels`.
+    """
     largest, total, acc = sums
     of_all = tl.max(largest, 0)
     shrink = tl.exp2(largest - of_all[None, :])
@@ -139,7 +142,7 @@ def _combine_shares(
 
 
 def decode_tile(tokens: int, warps: int, blocks: int) -> Config:
-    """Return a configuration of `decode_share`.
+    """Return a launch configuration of `decode_share` as a table's entry.
 
     Args:
         tokens: number of tokens per warp and step, a multiple of 16.
@@ -150,17 +153,17 @@ def decode_tile(tokens: int, warps: int, blocks: int) -> Config:
 
 
 def choose_tile(table: Mapping[str, Config], key: str) -> Config:
-    """Return a configuration of `decode_share`.
+    """Return a decode kernel's launch configuration: the entry `key` of a table, with the user's tuned values.
 
     Raises:
-        UsageError: tuned tokens do not fill the steps in which a store grows.
+        UsageError: with a tuned value, the tokens of a step do not divide the steps in which a store grows.
     """
-    tile = choose(table, key)
+    tile = choose_config(table, key)
     tokens, warps = tile["tokens"], tile["warps"]
     if tokens % FRAGMENT or CAPACITY_STEP % (tokens * warps):
         raise UsageError(
-            f"decode: {warps} warps of {tokens} tokens; tokens must be a multiple of {FRAGMENT}, and a step of all "
-            f"warps must divide {CAPACITY_STEP}, in which a store grows"
+            f"decode: tuned to {warps} warps of {tokens} tokens; tokens must be a multiple of {FRAGMENT}, and a step "
+            f"of all warps must divide {CAPACITY_STEP}, in which a store grows"
         )
     return tile
 
@@ -184,8 +187,8 @@ _SECONDS_TO_START, _SECONDS_OF_LOADS = 1e-6, 0.5e-6
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Division of a decode call among programs.
+class DecodeSplit:
+    """Division of a decode call among programs. A row is one query of one map.
 
     Attributes:
         tile: launch configuration.
@@ -218,8 +221,8 @@ class Cut:
         window: int | None,
         most_tokens: int = CAPACITY_STEP,
         rows: int = ROWS,
-    ) -> "Cut":
-        """Choose the division for a call.
+    ) -> "DecodeSplit":
+        """Choose the division of a call that takes the least estimated time.
 
         Args:
             tile: launch configuration.
@@ -238,26 +241,26 @@ class Cut:
         step = tokens * tile["warps"]
         # A window may begin within a step and end within another.
         seen = capacity if window is None else min(capacity, window + queries - 1 + step)
-        room = tile["blocks"] * processors(q[0].device)
+        room = tile["blocks"] * multiprocessors(q[0].device)
         # Time of a step, limited by memory bandwidth, which all concurrent programs share.
         pace = max(_SECONDS_OF_LOADS, room * step * token_bits / 8 / bandwidth(q[0].device))
         start = _SECONDS_TO_START / pace
-        shares = count_shares(batch * v_heads * tiles, max(seen // step, 1), room, start)
+        shares = choose_split_count(batch * v_heads * tiles, max(seen // step, 1), room, start)
         return cls(tile, tokens, batch * v_heads, group, noise_group, shares, tiles, rows)
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Launch grid of the first kernel."""
+        """Launch grid of the kernel that computes the shares' partial results."""
         return self.heads, self.shares, self.tiles
 
     @property
     def options(self) -> dict[str, Any]:
-        """Triton's compilation options for the first kernel."""
+        """Triton's compilation options for the kernel that computes the shares' partial results."""
         tile = self.tile
-        registers = registers_of(tile["blocks"], tile["warps"])
+        registers = registers_per_thread(tile["blocks"], tile["warps"])
         return {"num_warps": tile["warps"], "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
 
-    def empty_sums(self, out: Tensor) -> list[Tensor]:
+    def allocate_partials(self, out: Tensor) -> list[Tensor]:
         """Allocate the shares' partial maxima, sums and weighted values for an output [B, h, T, dv]."""
         places = self.heads * self.tiles, self.shares, self.rows
         return [out.new_empty(*places, *shape, dtype=torch.float32) for shape in ((), (), (out.shape[3],))]
@@ -276,8 +279,8 @@ class Cut:
 
 
 @cache
-def count_shares(others: int, steps: int, room: int, start: float) -> int:
-    """Return the number of splits of the keys with the shortest run time (split-K).
+def choose_split_count(others: int, steps: int, room: int, start: float) -> int:
+    """Return the number of splits of the keys (split-K) with the shortest estimated run time.
 
     Args:
         others: programs per split.

@@ -13,10 +13,10 @@ log2(scale). So softmax weights, already multiplied by V's scales, use float16's
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.decode_cut import initial_sums, share_of_store, store_share
+from diffquant.kernels.cache.decode_cut import initial_sums, keys_of_program, store_partial_sums
 from diffquant.kernels.cache.decode_span import attend_span
 from diffquant.kernels.cache.decode_tiles import query_tiles
-from diffquant.kernels.cache.kv_layout import channels_in_word, stored_head, waiting
+from diffquant.kernels.cache.kv_layout import channels_in_word, stored_head, unquantized_ring
 
 
 @triton.jit(do_not_specialize=["window", "one"])
@@ -37,7 +37,7 @@ def decode_share(
     sequence = (tl.program_id(0) // v_heads).to(tl.int64)
     head = tl.program_id(0) % v_heads
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    first, position, begin, end, k_packed, v_packed = share_of_store(
+    first, position, begin, end, k_packed, v_packed = keys_of_program(
         Progress, Starts, Ends, sequence, row, queries, window, RESIDUAL, K_BITS, K_BLOCK, V_BITS, ROWS, WARPS * TOKENS
     )
     # Key heads of the first map precede those of the second.
@@ -48,9 +48,9 @@ def decode_share(
     v = stored_head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
     recent1, recent2 = k1, k2
     if K_RING:
-        recent1 = waiting(KRecent + k_head * (K_RING * WIDTH))
-        recent2 = waiting(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
-    recent_v = waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
+        recent1 = unquantized_ring(KRecent + k_head * (K_RING * WIDTH))
+        recent2 = unquantized_ring(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
+    recent_v = unquantized_ring(VRecent + v_head * (V_RING * VALUE_WIDTH))
     _attend_share(
         Q1, Q2, q1_stride, q2_stride, first, position, begin, end, k_packed, v_packed,
         k1, k2, v, recent1, recent2, recent_v, None, Largest, Total, Acc,
@@ -95,7 +95,7 @@ def _attend_share(
             tl.maximum(begin, v_packed), end, recent1, recent2, recent_v, Table, scale, one,
             16, 1, K_FIELDS, K_RING, 16, V_FIELDS, V_RING, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
-    store_share(sums, Largest, Total, Acc, V_FIELDS, PAGED, VALUE_WIDTH, ROWS)
+    store_partial_sums(sums, Largest, Total, Acc, V_FIELDS, PAGED, VALUE_WIDTH, ROWS)
 
 
 @triton.jit(do_not_specialize=["window", "capacity", "one"])
@@ -105,7 +105,7 @@ def paged_share(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same as `decode_share`, over 16-bit keys and values in pages.
+    """Compute what `decode_share` computes, over 16-bit keys and values in pages.
 
     Strides of K and V are of pages, tokens and heads, equal for both maps' keys. `capacity` is the number of tokens
     that a row of the page Table covers.

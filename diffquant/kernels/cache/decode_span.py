@@ -38,9 +38,9 @@ def attend_span(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TWO_K: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the accumulators after keys `begin` to `end`; a row sees those from `first` to `last`.
+    """Continue an online softmax over keys `begin` to exclusive `end`; a row sees those from `first` to `last`.
 
-    With a page Table, keys and values are 16-bit ones in pages, in rows of channels.
+    Return the updated accumulators. With a page Table, keys and values are 16-bit ones in pages, in rows of channels.
     """
     STATES: tl.constexpr = q1[0].dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16

@@ -25,7 +25,10 @@ channels_in_word = triton.constexpr_function(stored_side.channels_in_word)
 
 @triton.jit
 def place(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return the index of the word with a token's channel, within a head; if TRANSPOSED, fragment rows are channels."""
+    """Return the index, within a head, of the word that holds a token's channel.
+
+    Rows of fragments are tokens, or channels if TRANSPOSED. A word holds FIELDS channels of a head of WIDTH channels.
+    """
     chunk = token // 16 * (WIDTH // (16 * FIELDS)) + channel // (16 * FIELDS)
     row, column = token % 16, channel % 16
     if TRANSPOSED:
@@ -45,10 +48,14 @@ def load_words(
     Codes, Top, fragment, one,
     BITS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load words of TOKENS tokens per warp as a tuple of tiles [(16 tokens, chunk, warp), 256] for `field_of`.
+    """Load the words of TOKENS tokens per warp, for `field_of`.
 
-    `fragment` [(16 tokens, chunk, warp)] is the index of the first token divided by 16. With 16 BITS there is one tile
-    per field, as if words had FIELDS fields.
+    `fragment` is the index of each row's first token divided by 16.
+
+    Returns:
+        A tuple of tiles whose rows are 256 words of 16 tokens and a chunk of 16 · FIELDS channels, ordered by 16
+        tokens, chunk and warp: words of codes and, with 6 BITS, their high bits; or with 16 BITS one tile for each
+        of FIELDS groups of 16 channels.
     """
     CHUNKS: tl.constexpr = WIDTH // (16 * FIELDS)
     chunk = tl.arange(0, TOKENS // 16 * CHUNKS * WARPS) // WARPS % CHUNKS
@@ -88,21 +95,27 @@ def field_of(
 
 @triton.jit
 def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Return the number of packed tokens, as `StoredSide.count_packed` counts them."""
+    """Return how many of `length` tokens are packed: whole BLOCKs before the newest RESIDUAL, at least `floor`.
+
+    With 16 BITS, all tokens count as packed.
+    """
     return length if BITS == 16 else tl.maximum(floor, (length - RESIDUAL) // BLOCK * BLOCK)
 
 
 @triton.jit
 def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Return pointers to a head's codes, high bits and scales; each head has `capacity` tokens."""
+    """Return pointers to a head's codes, high bits and scales; each head has memory for `capacity` tokens."""
     scales = capacity * WIDTH // BLOCK if BLOCK > 1 else capacity
     words: tl.constexpr = WIDTH // channels_in_word(BITS)
     return Codes + head * capacity * words, Top + head * capacity * (words // 2), Scales + head * scales
 
 
 @triton.jit
-def waiting(recent):
-    """Return a ring of unquantized keys or values as three pointers, like `stored_head`."""
+def unquantized_ring(recent):
+    """Return the pointer to recent unquantized keys or values three times.
+
+    The copies take the place of the codes, high bits and scales from `stored_head`.
+    """
     return recent, recent, recent
 
 
@@ -111,10 +124,10 @@ PAGE = tl.constexpr(repack.FRAGMENT)
 
 @triton.jit
 def pages_of(Table, begin, oldest, end, COUNT: tl.constexpr):
-    """Return the page numbers of COUNT·16 tokens from `begin` on, a tuple.
+    """Return a tuple of the numbers of COUNT pages: those of the 16 · COUNT tokens from `begin` on.
 
-    The Table is not read beyond the pages that contain tokens of [oldest, end), since it may be undefined there;
-    instead, the nearest of these pages is returned.
+    Queries see tokens from `oldest` to exclusive `end`. Table entries of other pages may be undefined, so they are not
+    read; the nearest defined entry is returned in their place.
     """
     first = oldest // PAGE
     out = ()
@@ -126,7 +139,7 @@ def pages_of(Table, begin, oldest, end, COUNT: tl.constexpr):
 
 @triton.jit
 def page_at(pages, number):
-    """Return pages[number] as int64 for a tensor of numbers, by comparisons instead of memory accesses."""
+    """Return pages[number] as int64 for a tuple of pages and a tensor of indices, without accessing memory."""
     out = tl.zeros_like(number) + pages[0]
     for i in tl.static_range(1, len(pages)):
         out = tl.where(number == i, pages[i], out)
@@ -135,9 +148,10 @@ def page_at(pages, number):
 
 @triton.jit
 def load_keys(k, pages, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Load keys of a step from pages, [(16 tokens, 32 channels, half of the tokens, warp), 256], for `key_matrix`.
+    """Load a step's unquantized keys from pages, as a tile for `key_matrix`.
 
-    `k` is a tuple of a pointer to a head's first channel and the strides of pages and tokens.
+    Its rows of 256 are ordered by 16 tokens, 32 channels, half of the tokens, and warp. `k` is a tuple of a pointer to
+    a head's first channel and the strides of pages and tokens.
     """
     HALVES: tl.constexpr = WIDTH // 32 * 2
     index = tl.arange(0, TOKENS // PAGE * HALVES * WARPS)
@@ -158,16 +172,16 @@ def key_matrix(x, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr
 
 @triton.jit
 def key_channels(half, column):
-    """Return the channel of each column of a right operand, for halves of 16 channels, in the order of `key_matrix`."""
+    """Return the channel at index 8 · `half` + `column` of queries whose channels are in the order of `key_matrix`."""
     return half // 4 * 32 + column // 2 * 8 + half % 4 * 2 + column % 2
 
 
 @triton.jit
 def load_values(v, pages, begin, oldest, end, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Load values of a step from `begin` on from pages, [(16 tokens, 64 channels, one of four tokens, warp), 256].
+    """Load a step's unquantized values from pages, beginning at token `begin`, as a tile for `value_matrix`.
 
-    Tokens outside [oldest, end) are replaced by the nearest token inside. Their weight is 0, but memory there is
-    undefined and may contain NaN.
+    Its rows of 256 are ordered by 16 tokens, 64 channels, quarter of the tokens, and warp. Tokens outside [oldest, end)
+    are replaced by the nearest token inside. Their weight is 0, but memory there is undefined and may contain NaN.
     """
     QUARTERS: tl.constexpr = WIDTH // 64 * 4
     index = tl.arange(0, TOKENS // PAGE * QUARTERS * WARPS)

@@ -1,7 +1,7 @@
 """Storage of one layer's KV cache for the kernels: preallocated, packed, with lengths on the device.
 
-Keys and values are each a `StoredSide`, which describes the layout. The newest tokens are unquantized in a ring buffer:
-token t is in slot t modulo the ring's length.
+Keys and values are each a `StoredKeysOrValues`, which describes the layout. The newest tokens are unquantized in a ring
+buffer: token t is in slot t modulo the ring's length.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.kernels.cache.stored_side import StoredSide
+from diffquant.kernels.cache.stored_side import StoredKeysOrValues
 from diffquant.kernels.linear.repack import FRAGMENT
 from diffquant.recipe import Recipe
 
@@ -51,8 +51,8 @@ class KVStore:
         if reason:
             raise UsageError(f"KV store: {reason}")
         capacity = _round_up(capacity)
-        self.keys = StoredSide.empty(recipe.k, recipe.residual, False, k, capacity)
-        self.values = StoredSide.empty(recipe.v, recipe.residual, True, v, capacity)
+        self.keys = StoredKeysOrValues.empty(recipe.k, recipe.residual, False, k, capacity)
+        self.values = StoredKeysOrValues.empty(recipe.v, recipe.residual, True, v, capacity)
         self.length = 0
         self.stamp = next(_STAMPS)
         self.progress = torch.zeros(4, dtype=torch.int32, device=k.device)
@@ -92,7 +92,7 @@ class KVStore:
         return k, v
 
     def grow(self, capacity: int) -> None:
-        """Reallocate the memory for `capacity` tokens."""
+        """Move the tokens to new memory for at least `capacity` tokens."""
         capacity = _round_up(capacity)
         self.stamp = next(_STAMPS)
         for side, _ in self._sides():
@@ -114,7 +114,7 @@ class KVStore:
         if floors[0] % self.keys.block:
             raise UsageError(
                 f"cannot forget {tokens} of {self.length} tokens: token {length} lies within a packed block of "
-                f"{self.keys.block} that share scales; keep a residual as long as what may be forgotten"
+                f"{self.keys.block} that share scales; set a residual of at least as many tokens as may be forgotten"
             )
         for side in (self.keys, self.values):
             side.clear(length, self.length)
@@ -122,7 +122,7 @@ class KVStore:
         self.progress.copy_(torch.tensor([length, *floors, 0], dtype=torch.int32))
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each stored tensor by the result of a function; the batch is the first axis of each."""
+        """Replace each stored tensor, whose first axis is the batch, by the result of a function."""
         self.stamp = next(_STAMPS)
         for side, _ in self._sides():
             for field in fields(side):
@@ -130,7 +130,7 @@ class KVStore:
                 if isinstance(value, Tensor):
                     setattr(side, field.name, change(value))
 
-    def _sides(self) -> list[tuple[StoredSide, int]]:
+    def _sides(self) -> list[tuple[StoredKeysOrValues, int]]:
         return list(zip((self.keys, self.values), self._floors, strict=True))
 
 
@@ -141,7 +141,14 @@ def store_refusal(
     dtype: torch.dtype,
     widths: Sequence[tuple[int, int]] = WIDTHS,
 ) -> str | None:
-    """Return why a `KVStore` cannot hold such keys and values, or None; float32 is for Triton's interpreter."""
+    """Return why a `KVStore` cannot hold keys and values with these widths and dtype under a recipe, or None.
+
+    Args:
+        recipe: recipe of the layer.
+        width, value_width: channels of a key and of a value.
+        dtype: dtype of both; float32 is for Triton's interpreter.
+        widths: supported combinations of `width` and `value_width`.
+    """
     if dtype not in STATE_TYPES:
         return f"keys and values are {dtype}; the kernels support {', '.join(map(str, STATE_TYPES))}"
     if (width, value_width) not in widths:
@@ -154,7 +161,7 @@ def store_refusal(
             return f"{name} has {scheme.bits} bits; the kernels support 4, 6, 8 and 16"
         if scheme.granularity in _UNSERVED:
             return f"{name} has {_UNSERVED[scheme.granularity]}"
-        if scheme.sharing.counts_tokens and scheme.size not in (16, 32, 64, 128):
+        if scheme.sharing.has_token_groups and scheme.size not in (16, 32, 64, 128):
             return f"{name} has blocks of {scheme.size} tokens; the kernels support c16, c32, c64 and c128"
     return None
 

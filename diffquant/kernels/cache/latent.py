@@ -16,10 +16,10 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import decode_problems, empty_output
-from diffquant.kernels.cache.decode_cut import Cut
+from diffquant.kernels.cache.decode_cut import DecodeSplit
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
 from diffquant.kernels.cache.latent_span import latent_share
-from diffquant.kernels.configs import Config, choose
+from diffquant.kernels.configs import Config, choose_config
 from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, device_class, shared_memory
 from diffquant.kernels.linear.repack import FRAGMENT
 
@@ -63,7 +63,7 @@ def decode_latent(
             be contiguous.
 
     Returns:
-        Weighted sums of latents [B, h, T, c], in memory [B, T, h, c].
+        Weighted sums of latents [B, h, T, c], stored in the memory order [B, T, h, c].
 
     Raises:
         UsageError: arguments disagree, or the kernels do not support them.
@@ -76,7 +76,7 @@ def decode_latent(
         return out
     q = [x if x.stride(3) == 1 else x.contiguous() for x in q]
     noises = q[1].shape[1] if len(q) == 2 else 0
-    tile = choose(TILES, f"latent/{device_class(out.device)}/{values.scheme.bits}")
+    tile = choose_config(TILES, f"latent/{device_class(out.device)}/{values.scheme.bits}")
     _check_tile(tile)
     step, most_rows = tile["tokens"] * tile["warps"], tile["rows"]
     # Codes are multiplied in float16, unquantized tokens in their own dtype, which needs two copies of the queries.
@@ -86,8 +86,8 @@ def decode_latent(
         most_rows = max(_LEAST_ROWS, most_rows // 2)
     rows = min(most_rows, max(_LEAST_ROWS, triton.next_power_of_2((pairs + noises) * queries)))
     token_bits = keys.width * keys.scheme.bits + values.width * values.scheme.bits
-    cut = Cut.of(tile, q, 1, token_bits, store.capacity, mask.window, rows=rows)
-    sums = cut.empty_sums(out)
+    cut = DecodeSplit.of(tile, q, 1, token_bits, store.capacity, mask.window, rows=rows)
+    sums = cut.allocate_partials(out)
     starts, ends = mask.ranges or (None, None)
     with torch.cuda.device_of(out):
         latent_share[(batch * cut.tiles, cut.shares)](
@@ -111,8 +111,8 @@ def _check_tile(tile: Config) -> None:
     step, rows = tile["tokens"] * tile["warps"], tile["rows"]
     if step % FRAGMENT or CAPACITY_STEP % step or rows < _LEAST_ROWS or rows & (rows - 1):
         raise UsageError(
-            f"decode_latent: {tile['warps']} warps of {tile['tokens']} tokens by {rows} rows; a step of all warps must "
-            f"be a multiple of {FRAGMENT} that divides {CAPACITY_STEP}, rows a power of two from {_LEAST_ROWS} on"
+            f"decode_latent: tuned to {tile['warps']} warps of {tile['tokens']} tokens by {rows} rows; a step of all "
+            f"warps must be a multiple of {FRAGMENT} dividing {CAPACITY_STEP}, rows a power of 2 from {_LEAST_ROWS} on"
         )
 
 
@@ -131,7 +131,7 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) 
             "one head of 64 rotated channels and one of 512 latent channels"
         )
     if q[0].dtype != v.dtype:
-        wrong.append(f"queries are {q[0].dtype}, stored states {v.dtype}")
+        wrong.append(f"queries are {q[0].dtype} and the stored latents {v.dtype}; use one dtype")
     wrong += decode_problems(q, 1, mask)
     if wrong:
         raise UsageError("decode_latent: " + "; ".join(wrong))

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.attention.online import LOWEST
-from diffquant.kernels.cache.decode_cut import share_of_store
+from diffquant.kernels.cache.decode_cut import keys_of_program
 from diffquant.kernels.cache.decode_span import log2_of_scales
-from diffquant.kernels.cache.kv_layout import channels_in_word, load_words, stored_head, waiting
+from diffquant.kernels.cache.kv_layout import channels_in_word, load_words, stored_head, unquantized_ring
 from diffquant.kernels.linear.unpacking import unpack_field
 
 
@@ -33,7 +33,7 @@ def latent_share(
     """
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    first, position, begin, end, k_packed, v_packed = share_of_store(
+    first, position, begin, end, k_packed, v_packed = keys_of_program(
         Progress, Starts, Ends, sequence, row, queries, window, RESIDUAL, K_BITS, K_BLOCK, V_BITS, ROWS, TOKENS
     )
 
@@ -50,14 +50,14 @@ def latent_share(
         K_BITS, K_BLOCK, 0, V_BITS, 0, TURNED, LATENT, TOKENS,
     )  # fmt: skip
     if K_RING:
-        k = waiting(KRecent + sequence * (K_RING * TURNED))
+        k = unquantized_ring(KRecent + sequence * (K_RING * TURNED))
         # Keys may leave their ring in whole blocks, so latents may already be packed where keys are still in the ring.
         sums = latent_span(
             sums, q, q_turned, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k, v,
             scale, one, 16, 1, K_RING, V_BITS, 0, TURNED, LATENT, TOKENS,
         )  # fmt: skip
     if V_RING:
-        v = waiting(VRecent + sequence * (V_RING * LATENT))
+        v = unquantized_ring(VRecent + sequence * (V_RING * LATENT))
         sums = latent_span(
             sums, q, q_turned, first, position, tl.maximum(begin, v_packed), end, k, v, scale, one,
             16, 1, K_RING, 16, V_RING, TURNED, LATENT, TOKENS,
@@ -87,9 +87,10 @@ def latent_span(
     V_BITS: tl.constexpr, V_RING: tl.constexpr,
     TURNED: tl.constexpr, LATENT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the accumulators after keys `begin` to `end`; a row sees those from `first` to `last`.
+    """Continue an online softmax over keys `begin` to exclusive `end`; a row sees those from `first` to `last`.
 
-    `q` [R, c] are queries for latents, `q_turned` [R, r] for rotated key channels.
+    `q` [R, c] are queries for latents, `q_turned` [R, r] for rotated key channels. The accumulators `sums`, which are
+    updated and returned, are row maxima, sums of weights, and weighted sums of latents.
     """
     STATES: tl.constexpr = q.dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16

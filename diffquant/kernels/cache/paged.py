@@ -15,7 +15,7 @@ from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import HALF_TYPES, decode_problems, empty_output
-from diffquant.kernels.cache.decode_cut import ROWS, Cut, choose_tile, decode_tile
+from diffquant.kernels.cache.decode_cut import ROWS, DecodeSplit, choose_tile, decode_tile
 from diffquant.kernels.cache.decode_share import paged_share
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
@@ -78,8 +78,8 @@ def decode_paged(
     shared = len(q) == 2 and _is_same(*k)
     token_bits = 16 * ((1 if shared else len(k)) * width + value_width)
     tile = choose_tile(TILES, f"paged/{device_class(out.device)}/{value_width}")
-    cut = Cut.of(tile, q, v_heads, token_bits, capacity, window)
-    sums = cut.empty_sums(out)
+    cut = DecodeSplit.of(tile, q, v_heads, token_bits, capacity, window)
+    sums = cut.allocate_partials(out)
     with torch.cuda.device_of(out):
         paged_share[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3],
@@ -112,7 +112,7 @@ def _check(
         if x.ndim != 4 or x.shape[1] != PAGE or x.stride(3) != 1:
             wrong.append(
                 f"{name} {list(x.shape)} with strides {list(x.stride())} is not [pages, {PAGE}, heads, width] with "
-                "a head's channels side by side"
+                "a head's channels contiguous"
             )
     if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
         wrong.append(
@@ -121,13 +121,14 @@ def _check(
     if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
         wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
     if not wrong and {table.shape[0], lengths.shape[0]} != {q[0].shape[0]}:
-        wrong.append(f"{q[0].shape[0]} sequences, {table.shape[0]} rows of the table, {lengths.shape[0]} lengths")
+        counts = f"the table of {table.shape[0]}, lengths of {lengths.shape[0]}"
+        wrong.append(f"queries are of {q[0].shape[0]} sequences, {counts}")
     if table.device != v.device or lengths.device != v.device:
         wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {v.device}")
     if window is not None and window < 1:
-        wrong.append(f"a window of {window} keys shows no key; it must be 1 or more")
+        wrong.append(f"the window is {window} keys; it must be 1 or more")
     if len({x.stride() for x in k}) > 1:
-        wrong.append(f"keys of the two maps have strides {' and '.join(str(list(x.stride())) for x in k)}")
+        wrong.append(f"strides of the two maps' keys differ: {' and '.join(str(list(x.stride())) for x in k)}")
     if not wrong and {x.shape[:3] for x in k} != {v.shape[:3]}:
         shapes = ", ".join(str(list(x.shape)) for x in (*k, v))
         wrong.append(f"keys and values have different pages or heads: {shapes}")
@@ -139,7 +140,7 @@ def _check(
     check_tensors(q, keys, v.new_empty(()).expand(*shape, v.shape[3]), lam, Mask(), post)
     width, value_width = q[0].shape[3], v.shape[3]
     if width not in (64, 128) or value_width not in (width, 2 * width):
-        wrong.append(f"queries are {width} wide, which may be 64 or 128, and values {value_width}, as wide or twice")
+        wrong.append(f"queries are {width} wide, not 64 or 128, or values are {value_width}, not as wide or twice")
     if v.dtype not in (*HALF_TYPES, torch.float32):
         wrong.append(f"keys and values are {v.dtype}; the kernels support float16 and bfloat16")
     wrong += decode_problems(q, v.shape[2], Mask())

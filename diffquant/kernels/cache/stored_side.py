@@ -20,17 +20,21 @@ TOKENS_A_STEP = FRAGMENT
 
 
 @dataclass
-class StoredSide:
-    """Stored keys or values of one layer, with capacity for C tokens, H heads and w channels.
+class StoredKeysOrValues:
+    """Stored keys or values of one layer, with memory for C tokens of H heads with w channels.
+
+    F is the number of channels in a 16-bit word (`channels_in_word`).
 
     Attributes:
         scheme: number format and granularity.
         residual: number of newest tokens that stay unquantized.
         transposed: whether rows of a fragment are channels (values) instead of tokens (keys).
-        codes: codes, int16 [B, H, C/16, w/(16 fields), 256], or 16-bit states, with one field.
+        codes: codes, int16 [B, H, C/16, w/(16·F), 256], or unquantized keys or values, with F = 1.
         top: high 2 bits of 6-bit codes, int16 [B, H, C/16, w/64, 128], one byte per word of `codes`, else empty.
-        scales: scales in the states' dtype, [B, H, C] per token, [B, H, C / block, w] per channel; empty at 16 bits.
-        recent: ring of unquantized states, [B, H, ring/16, w/16, 256]; empty at 16 bits or if no tokens wait.
+        scales: scales in the keys' or values' dtype, [B, H, C] per token, [B, H, C / block, w] per channel; empty at 16
+            bits.
+        recent: ring of the newest tokens, unquantized, [B, H, ring/16, w/16, 256]; empty at 16 bits or if tokens are
+            packed at once.
     """
 
     scheme: Scheme
@@ -42,8 +46,16 @@ class StoredSide:
     recent: Tensor
 
     @classmethod
-    def empty(cls, scheme: Scheme, residual: int, transposed: bool, like: Tensor, capacity: int) -> "StoredSide":
-        """Allocate storage for `capacity` tokens of states with the shape, dtype and device of `like` [B, H, T, w]."""
+    def empty(
+        cls, scheme: Scheme, residual: int, transposed: bool, like: Tensor, capacity: int
+    ) -> "StoredKeysOrValues":
+        """Allocate storage for `capacity` tokens of keys or values with the B, H, w, dtype and device of `like`.
+
+        Args:
+            scheme, residual, transposed: as in the class.
+            like: keys or values [B, H, T, w], for any T.
+            capacity: number of tokens, a multiple of 16.
+        """
         batch, heads, _, width = like.shape
         block = scheme.sharing.tokens
         ring = _ring_length(scheme, residual)
@@ -75,11 +87,12 @@ class StoredSide:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the states."""
+        """Dtype of the unquantized keys or values."""
         return self.recent.dtype
 
     @property
     def width(self) -> int:
+        """Number of channels of a head, w."""
         return self.codes.shape[3] * FRAGMENT * channels_in_word(self.scheme.bits)
 
     @property
@@ -89,16 +102,17 @@ class StoredSide:
 
     @property
     def ring(self) -> int:
+        """Number of tokens that fit in `recent`."""
         return self.recent.shape[2] * FRAGMENT
 
     def count_packed(self, length: int, floor: int) -> int:
-        """Return how many of `length` tokens are packed; `floor` were packed when tokens were last forgotten."""
+        """Return how many of `length` tokens are packed; `floor` is the number after the last `KVStore.crop`."""
         if not self.scheme.quantizes:
             return length
         return max(floor, (length - self.residual) // self.block * self.block)
 
     def read(self, length: int, floor: int) -> Tensor:
-        """Return the dequantized states [B, H, length, w] in their original dtype."""
+        """Return dequantized keys or values [B, H, length, w] in their original dtype; `floor` as in `count_packed`."""
         packed = self.count_packed(length, floor)
         if not self.scheme.quantizes:
             return self._in_order(self.codes[..., None], length)
@@ -114,7 +128,7 @@ class StoredSide:
         return torch.cat([old, self._in_order(self.recent[..., None], self.ring).index_select(2, slots)], 2)
 
     def clear(self, first: int, stop: int) -> None:
-        """Set the 16-bit states of forgotten tokens `first` up to `stop` to 0.
+        """Set the unquantized keys or values of forgotten tokens, `first` up to exclusive `stop`, to 0.
 
         Kernels multiply memory beyond the newest token by 0, which would not remove NaN. Codes are always finite.
         """
@@ -157,12 +171,15 @@ class StoredSide:
 
 
 def channels_in_word(bits: int) -> int:
-    """Return the number of channels in a 16-bit word: several codes as in `repack`, or one unquantized value."""
+    """Return the number of channels in a 16-bit word: 2 of 8 bits, 4 of 4 or 6 bits, or 1 of 16 bits."""
     return {16: 1, 8: 2}.get(bits, 4)
 
 
 def _ring_length(scheme: Scheme, residual: int) -> int:
-    """Return the number of slots of the ring of unquantized tokens, in whole steps, so that no step wraps around."""
+    """Return how many tokens a ring of unquantized tokens holds: whole steps, so that no step wraps around its end.
+
+    It is 0 if the scheme is 16 bits or packs tokens at once.
+    """
     waiting = residual + scheme.sharing.tokens - 1
     step = max(scheme.sharing.tokens, TOKENS_A_STEP)
     return -(-waiting // step) * step if scheme.quantizes else 0

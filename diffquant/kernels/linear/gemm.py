@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffquant.kernels.configs import choose
-from diffquant.kernels.gpu import device_class, processors, warpgroup_refusal
-from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
+from diffquant.kernels.configs import choose_config
+from diffquant.kernels.gpu import device_class, multiprocessors, warpgroup_refusal
+from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, codes_per_word
 from diffquant.kernels.linear.unpacking import chunk_weights, join_fields
 
 _ROW_BLOCKS = 8
 
 
-def launch_expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+def launch_dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Dequantize a weight W [N, K] to `dtype`, float16 or bfloat16."""
     rows, width = weight.shape
     blocks, chunks, _ = weight.low.shape
@@ -81,10 +81,10 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     device_kind = device_class(x.device)
     by_warpgroup = tokens > _MOST_TOKENS_BY_WARPS and warpgroup_refusal(x.device) is None
     most = 32 if tokens <= 32 else 128 if by_warpgroup or (device_kind == "sm_80" and tokens > 64) else 64
-    tile = choose(TILES, f"gemm/{device_kind}/{most}")
+    tile = choose_config(TILES, f"gemm/{device_kind}/{most}")
     tiles = triton.cdiv(tokens, tile["tokens"]), triton.cdiv(rows, tile["rows"])
     # Split K until there are four warps per multiprocessor.
-    at_once = processors(x.device) * 4 // tile["warps"]
+    at_once = multiprocessors(x.device) * 4 // tile["warps"]
     splits = max(1, min(at_once // (tiles[0] * tiles[1]), chunks // _LEAST_CHUNKS))
     y = x.new_empty(tokens, rows)
     parts = y if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
@@ -93,7 +93,7 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, parts,
         tokens, rows, width, blocks, chunks, triton.cdiv(chunks, splits), x.stride(0), row_scale_stride,
         **weight.layout, BLOCKS=tile["rows"] // FRAGMENT, TOKENS=tile["tokens"], JOINED=by_warpgroup,
-        EVEN=width == chunks * FRAGMENT * fields_in_word(weight.bits), FINAL=splits == 1,
+        EVEN=width == chunks * FRAGMENT * codes_per_word(weight.bits), FINAL=splits == 1,
         num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:

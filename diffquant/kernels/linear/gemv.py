@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from diffquant.kernels.configs import Config, choose
-from diffquant.kernels.gpu import capability, device_class, processors, registers_of
-from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
+from diffquant.kernels.configs import Config, choose_config
+from diffquant.kernels.gpu import capability, device_class, multiprocessors, registers_per_thread
+from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, codes_per_word
 from diffquant.kernels.linear.unpacking import load_high, read_scale, unpack_field
 
 MOST_TOKENS = 8
@@ -42,19 +42,19 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     tokens, width = x.shape
     rows = weight.shape[0]
     blocks, chunks, _ = weight.low.shape
-    tile = choose(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
+    tile = choose_config(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
     # From Hopper on, thread blocks may start while the preceding kernel still runs (programmatic dependent launch).
     is_dependent = capability(x.device) >= (9, 0)
-    slots = processors(x.device) * tile["blocks"]
+    slots = multiprocessors(x.device) * tile["blocks"]
     steps, unroll = _steps(chunks, tile, blocks > slots)
     y = x.new_empty(tokens, rows)
     _gemv[(min(blocks, slots) if steps else blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
         tokens, rows, width, blocks, chunks, x.stride(0), int(len(weight.row_scale) > 1),
         **weight.layout, WARPS=tile["warps"], UNROLL=unroll, STEPS=steps,
-        EVEN=chunks % (tile["warps"] * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
+        EVEN=chunks % (tile["warps"] * unroll) == 0 and width == chunks * FRAGMENT * codes_per_word(weight.bits),
         DEPENDENT=is_dependent, num_warps=tile["warps"], num_stages=1, enable_fp_fusion=True,
-        maxnreg=registers_of(tile["blocks"], tile["warps"]),
+        maxnreg=registers_per_thread(tile["blocks"], tile["warps"]),
         **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
     return y

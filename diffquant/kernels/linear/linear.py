@@ -70,7 +70,7 @@ def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 
 
 def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Compute x · Wᵀ + bias [M, N] of x [M, K] by the kernel for M tokens."""
+    """Compute x · Wᵀ + bias [M, N] of x [M, K] by the GEMV kernel, or for many tokens M by the GEMM kernel."""
     from diffquant.kernels.linear.gemm import launch_gemm
     from diffquant.kernels.linear.gemv import MOST_TOKENS, launch_gemv
 
@@ -88,10 +88,10 @@ def _most_unpacked(device: torch.device) -> int:
 
 
 def _write_out(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    from diffquant.kernels.linear.gemm import launch_expand
+    from diffquant.kernels.linear.gemm import launch_dequantize
 
     with torch.cuda.device_of(weight.low):
-        return launch_expand(weight, dtype)
+        return launch_dequantize(weight, dtype)
 
 
 def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:

@@ -32,11 +32,13 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A packed weight W [N, K] = codes · scales · row_scale, [N/16] row blocks by [K/(16 fields)] chunks.
+    """A packed weight W [N, K] = codes · scales · row_scale.
+
+    Codes are stored in blocks of 16 rows, and within them in chunks of 16·F columns, where F is `codes_per_word`.
 
     Attributes:
-        low: words of codes, or of the low 4 bits of 6-bit codes, int16 [N/16, chunks, 256], with sizes rounded up.
-        high: high 2 bits of 6-bit codes, int16 [N/16, chunks, 128], one byte per word of `low`; else None.
+        low: words of codes, or of the low 4 bits of 6-bit codes, int16 [N/16, K/(16·F), 256], with sizes rounded up.
+        high: high 2 bits of 6-bit codes, int16 [N/16, K/(16·F), 128], one byte per word of `low`; else None.
         scales: group scales [K/group, N/16, 16], relative to `row_scale`, with a block's rows ordered 0, 8, 1, 9, ...,
             or None if there are no groups. For E2M1 codes they are bytes: e4m3 for groups of 16, E8M0 for groups of 32.
         row_scale: scales of rows, float32 [N], or [1] for all rows. With groups they are powers of two that keep
@@ -61,8 +63,8 @@ class PackedWeight:
 
     @property
     def layout(self) -> dict[str, int | bool]:
-        """Compile-time arguments of the kernels that unpack the weight; a group spans SPAN fields of a word."""
-        fields = fields_in_word(self.bits)
+        """Compile-time arguments of kernels that unpack the weight. SPAN codes of a word share a group's scale."""
+        fields = codes_per_word(self.bits)
         span = gcd(self.group // FRAGMENT, fields)
         return {"BITS": self.bits, "FLOATS": self.holds_floats, "FIELDS": fields, "GROUP": self.group, "SPAN": span}
 
@@ -80,8 +82,11 @@ def container_bits(bits: int) -> int:
     return max(4, bits + bits % 2)
 
 
-def fields_in_word(bits: int) -> int:
-    """Return the number of codes in a 16-bit word, one from each of as many adjacent fragments."""
+def codes_per_word(bits: int) -> int:
+    """Return the number of codes in a 16-bit word: 2 of 8 bits, or 4 of 4 bits or of the low 4 of 6 bits.
+
+    Each code of a word is from a different one of that number of adjacent fragments.
+    """
     return 2 if bits == 8 else 4
 
 
@@ -95,7 +100,7 @@ def repack_refusal(scheme: Scheme) -> str | None:
 def group_refusal(group: int) -> str | None:
     """Return why a weight with this group size cannot be repacked, or None if it can; 0 means no groups."""
     if group % FRAGMENT:
-        return f"groups of {group} are not a multiple of {FRAGMENT}, the columns of a fragment"
+        return f"groups of {group} are not a multiple of {FRAGMENT}, as the kernels require"
     return None
 
 
@@ -105,8 +110,8 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
     Args:
         words: packed codes from `numbers.pack`, int32 [N, packed_words(K, bits)], any strides.
         scale: [N, K/group], [N, 1] or [1], any strides.
-        bits: 2 to 8.
-        width: K.
+        bits: bits per code, 2 to 8.
+        width: K, number of columns.
         dtype: dtype of the stored group scales; that of `scale` by default.
 
     Raises:
@@ -130,7 +135,7 @@ def repack_floats(words: Tensor, scale: Tensor, divisor: Tensor | None, width: i
         words: uint8 [N, K/2], two floats per byte, as in NVFP4 and MXFP4.
         scale: bytes of scales without NaN: [N, K/16] in e4m3, or [N, K/32] in E8M0.
         divisor: number by which e4m3 scales are divided, float32 [1], or None.
-        width: K.
+        width: K, number of columns.
 
     Raises:
         UsageError: shapes disagree.
@@ -139,8 +144,8 @@ def repack_floats(words: Tensor, scale: Tensor, divisor: Tensor | None, width: i
     group = 16 if scale.shape == (rows, width // 16) else 32
     if words.shape != (rows, width // 2) or scale.shape != (rows, width // group) or width % group:
         raise UsageError(
-            f"a weight of E2M1 floats [{rows}, {width}] has bytes [{rows}, {width // 2}] and a scale for 16 or 32 "
-            f"neighbours, got {list(words.shape)} and scales {list(scale.shape)}"
+            f"a weight of E2M1 floats [{rows}, {width}] needs bytes [{rows}, {width // 2}] and a scale per 16 or 32 "
+            f"floats of a row, got {list(words.shape)} and scales {list(scale.shape)}"
         )
     scale = scale.view(torch.uint8)
     unit = torch.ones(1, device=scale.device) if divisor is None else 1 / divisor.float().reshape(1)
@@ -169,10 +174,10 @@ def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def join_refusal(first: PackedWeight, second: PackedWeight) -> str | None:
     """Return why two packed weights cannot be joined along their rows, or None if they can."""
     if first.shape[0] % FRAGMENT:
-        return f"the first's {first.shape[0]} rows do not fill blocks of {FRAGMENT}"
+        return f"the first has {first.shape[0]} rows, which is not a multiple of {FRAGMENT}"
     layouts = [(w.bits, w.group, w.shape[1], None if w.scales is None else w.scales.dtype) for w in (first, second)]
     if layouts[0] != layouts[1]:
-        return f"bits, group, width and scales' dtype are {layouts[0]} and {layouts[1]}"
+        return f"their bits, group, width and scales' dtype differ: {layouts[0]} and {layouts[1]}"
     return None
 
 
@@ -217,7 +222,7 @@ def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) 
 def _planes(words: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor | None]:
     """Convert a checkpoint's packed words to `low` and `high` of a `PackedWeight`."""
     rows, stored_bits = len(words), container_bits(bits)
-    blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * fields_in_word(stored_bits)))
+    blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * codes_per_word(stored_bits)))
     low = torch.empty(blocks, chunks, 256, dtype=torch.int16, device=words.device)
     high = torch.empty(blocks, chunks, 128, dtype=torch.int16, device=words.device) if stored_bits == 6 else None
     step = max(1, _SLAB // (FRAGMENT * width))
@@ -248,7 +253,7 @@ def _finish_writing(device: torch.device) -> None:
 def _fragments(codes: Tensor, bits: int) -> Tensor:
     """Reorder codes int8 [n, K] to stored numbers uint8 [row blocks, chunks, 256, fields]; padding represents 0."""
     rows, width = codes.shape
-    count, middle = fields_in_word(bits), 1 << (bits - 1)
+    count, middle = codes_per_word(bits), 1 << (bits - 1)
     stored = pad(codes.view(torch.uint8) + middle, (0, -width % (FRAGMENT * count), 0, -rows % FRAGMENT), value=middle)
     # Rows are (half h, g), columns (chunk, field, half o, t, parity p); a thread's eight values are (o, h, p).
     split: Tensor = stored.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, count, 2, 4, 2))

@@ -17,7 +17,10 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.constexpr_function
 def unpack_program(bits, field, half):
-    """Return PTX that unpacks two codes of a field to $0, from two words $1 and, for 6 bits, the high bytes $2."""
+    """Return PTX that unpacks a field of two words $1 to two codes $0, float16 if `half`, else bfloat16.
+
+    For 6 bits, $2 are two bytes with the codes' high 2 bits.
+    """
     width = 8 if bits == 8 else 4
     middle = 1 << (bits - 1)
     # float16 has enough mantissa bits to leave every other field shifted by 4 bits; the multiply-add divides by 16.
@@ -49,7 +52,7 @@ def unpack_program(bits, field, half):
 
 @triton.constexpr_function
 def float_program(field, half):
-    """Return PTX that unpacks two E2M1 floats of a field to $0, from two words $1.
+    """Return PTX that unpacks a field of two words $1, E2M1 floats, to $0, float16 if `half`, else bfloat16.
 
     Their exponent and mantissa bits are moved to those of float16 or bfloat16, and a product corrects the exponent
     bias, which is also right for subnormal numbers.
@@ -64,7 +67,10 @@ def float_program(field, half):
 
 @triton.constexpr_function
 def product_program(half):
-    """Return PTX for two products $0 = $1 · $2, as an fma with -0, since Ampere has no bf16x2 product."""
+    """Return PTX for two products $0 = $1 · $2 of float16 if `half`, else bfloat16.
+
+    It is an fma with -0, since Ampere has no bf16x2 product.
+    """
     return f"{{.reg .b32 c; mov.b32 c, {twice(0x8000)}; fma.rn.{'f' if half else 'bf'}16x2 $0, $1, $2, c;}}"
 
 
@@ -84,7 +90,7 @@ def twice(half_word):
 
 @triton.jit
 def load_high(high, mask, one, COUNT: tl.constexpr):
-    """Load the high bytes of words, [COUNT, 256]; `high` [COUNT, 1] are pointers to the first of each 256.
+    """Load the bytes with the high 2 bits of 6-bit codes, [COUNT, 256]; `high` [COUNT, 1] points to each row's first.
 
     Bytes are loaded in pairs. If they were loaded individually, Triton would choose the register layout of 8-bit
     matrices, which orders columns differently.
@@ -99,7 +105,10 @@ def load_high(high, mask, one, COUNT: tl.constexpr):
 
 @triton.jit
 def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr = False):
-    """Unpack a field of words `low` (and bytes `high` for 6 bits) to codes, or if FLOATS to E2M1 numbers, in dtype."""
+    """Return one field of words `low` in `dtype`: codes, or E2M1 numbers if FLOATS.
+
+    For 6 bits, `high` are bytes with the codes' high 2 bits.
+    """
     if INTERPRETED and FLOATS:
         stored = (low.to(tl.int32) >> (4 * FIELD)) & 15
         magnitude = stored & 7
@@ -160,7 +169,11 @@ def chunk_weights(
     dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Load and unpack a chunk of `count` row blocks, with group scales but not `row_scale`: [count, 256] per field."""
+    """Load and unpack one chunk of the row blocks with indices `block`, with group scales but not `row_scale`.
+
+    Returns:
+        A tuple with a tensor [row blocks, 256] per field.
+    """
     count: tl.constexpr = block.shape[0]
     live = (block < blocks)[:, None]
     # Terms that do not depend on the chunk come first, so that they are computed once.

@@ -75,7 +75,7 @@ class Fidelity(Readable):
         bound = "" if self.k is None else f", at least (top {self.k})"
         means = {"mean": self.mean, **self.quantiles}.items()
         rows = [(f"{name} KL, nats{bound}", f"{each.mean:.5f}", _interval(each, ".5f")) for name, each in means]
-        rows.append((f"largest KL, nats{bound}", f"{self.largest:.4f}", ""))
+        rows.append((f"largest KL, nats{bound}", f"{self.largest:.5f}", ""))
         percent = Difference(*(100 * end for end in asdict(self.agreement).values()))
         rows.append(("same top token", f"{percent.mean:.2f} %", _interval(percent, ".2f")))
         for name, value in zip(("reference", "candidate"), self.perplexities, strict=True):
@@ -176,14 +176,14 @@ def _quantiles(values: Tensor) -> dict[str, Difference]:
     }
 
 
-def parts_of(chunks: int) -> int:
-    """Return the number of observations in this many chunks."""
+def count_parts(chunks: int) -> int:
+    """Return the number of parts into which chunks are grouped, each one observation of the intervals."""
     return min(PARTS, chunks)
 
 
 def _parts(values: Tensor) -> tuple[Tensor, ...]:
     """Split N chunks into consecutive parts of nearly equal size, one per observation."""
-    return values.tensor_split(parts_of(len(values)))
+    return values.tensor_split(count_parts(len(values)))
 
 
 def _perplexity(nll: Tensor) -> float | None:

@@ -170,7 +170,7 @@ class DiffQuantLM(HarnessModel):
         super().__init__(model, tokens, progress_for("lm-eval"))
 
     def _store(self, kind: str, requests: Sequence[Instance], answers: Sequence[object]) -> None:
-        self.loaded.require_fired()
+        self.loaded.check_quantizers_ran()
         super()._store(kind, requests, answers)
 
 

@@ -56,7 +56,7 @@ def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObjec
     return subject.key(recipe) | {"format": RESULT_FORMAT, "task": identity, "code": code}
 
 
-def check_same_cells(run: Run) -> None:
+def check_same_environment(run: Run) -> None:
     """Check that this process has the models, code and versions with which cells were planned.
 
     Raises:

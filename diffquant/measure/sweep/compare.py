@@ -18,7 +18,7 @@ from diffquant.measure.comparison import (
 )
 from diffquant.measure.sweep.result import SweepResult, read_sweep
 from diffquant.reports.tables import align_columns
-from diffquant.support.files import find_stored
+from diffquant.support.files import find_file_or_xz
 from diffquant.support.names import first_few
 from diffquant.support.plain_data import JsonObject, replace_nonfinite
 from diffquant.support.terminal import Readable
@@ -178,7 +178,7 @@ def _outcomes(source: str) -> list[_Named]:
     if path.suffix == ".jsonl":
         return [(path, "", read_samples(path))]
     file = path / "sweep.json" if path.is_dir() else path
-    if not find_stored(file).is_file():
+    if not find_file_or_xz(file).is_file():
         raise UsageError(_no_sweep(path))
     try:
         sweep = read_sweep(file)

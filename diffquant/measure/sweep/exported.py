@@ -8,7 +8,7 @@ from typing import Protocol, Self
 
 import torch
 
-from diffquant.checkpoints.source import FilesState, Source, files_state
+from diffquant.checkpoints.source import FilesState, Source, stat_files
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.measure.cells import EXPORTED, Point
 from diffquant.measure.language_model import LanguageModel, States
@@ -137,7 +137,7 @@ class ExportedSubject:
 
 def _folder_state(folder: Path) -> FilesState:
     """Return the state of an exported folder's files, which changes if one is written or replaced."""
-    return files_state(file for file in sorted(folder.rglob("*")) if file.is_file())
+    return stat_files(file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> None:

@@ -70,7 +70,7 @@ def list_sizes(sweep: SweepResult) -> list[Sized]:
     """List every configuration that stores less and whose KL was measured, in the table's order."""
     found = []
     for point, task in product(sweep.points, sweep.tasks):
-        sizes, kl = sweep.sizes_of(point), kl_of(sweep, point, task)
+        sizes, kl = sweep.find_any_result(point), kl_of(sweep, point, task)
         if sizes is None or kl is None or point.target not in _STORED:
             continue
         is_weights = point.target == "weights"

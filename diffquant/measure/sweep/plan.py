@@ -100,7 +100,7 @@ def plan_sweep(
     return Run(cells, subjects, {task.name: task for task in tasks}), {
         "options": options.to_dict() | {"device": device, "batch_tokens": options.pass_tokens(device)},
         "tasks": list({cell.task: cell.key["task"] for cell in cells}.values()),
-        "unseen": {task.name: unseen for task in tasks if (unseen := task.unseen())},
+        "unseen": {task.name: unseen for task in tasks if (unseen := task.untracked_inputs())},
         "models": {str(path): source.fingerprint for path, source in sources.items()},
         "quantized": [str(path) for path, source in sources.items() if source.packed or path.is_file()],
         "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in sources.items()},
@@ -220,12 +220,12 @@ def explain_remeasuring(folder: Path, missing: Sequence[JsonObject]) -> str | No
     for old, new in pairs:
         was, now = old.get("versions", {}), new["versions"]
         reasons += [
-            f"{name} {was.get(name, 'absent')}, which is {now.get(name, 'absent')} now"
+            f"{name} {was.get(name, 'absent')} (now {now.get(name, 'absent')})"
             for name in {**was, **now}
             if was.get(name) != now.get(name)
         ]
-    causes = ", and by ".join(dict.fromkeys(reasons))
-    return f"{len(pairs)} of the {len(missing)} missing cells have results in {folder} by {causes}"
+    causes = ", and with ".join(dict.fromkeys(reasons))
+    return f"{len(pairs)} of the {len(missing)} missing cells were measured in {folder} before, but with {causes}"
 
 
 def _lasting_key(key: JsonObject) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
-from diffquant.measure.sweep.cell import Run, Worker, check_same_cells
+from diffquant.measure.sweep.cell import Run, Worker, check_same_environment
 from diffquant.measure.sweep.workers import share
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
@@ -149,7 +149,7 @@ class _Actor:
             if not Path(beacon).is_file():
                 seen = run.cells[0].folder
                 return f"{host} cannot read {seen}; put the folder on storage that all machines share"
-            check_same_cells(run)
+            check_same_environment(run)
         except (DiffQuantError, OSError) as error:
             return f"{host} cannot take part: {error}; put the models on storage that all machines share"
         return None

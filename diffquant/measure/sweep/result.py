@@ -16,7 +16,7 @@ from diffquant.measure.tasks import kind_of, task_kinds
 from diffquant.recipe import Recipe
 from diffquant.reports.plots import Picture
 from diffquant.reports.tables import Table, format_csv, megabytes
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 from diffquant.support.installation import CHANGED
 from diffquant.support.plain_data import JsonObject, parse_json, replace_nonfinite
 
@@ -99,7 +99,7 @@ class SweepResult:
             (id(full), task)
         ) if full else None
 
-    def sizes_of(self, point: Point) -> TaskResult | None:
+    def find_any_result(self, point: Point) -> TaskResult | None:
         """Return any result of a configuration, for its stored sizes, or None if all of its cells failed."""
         return next(
             (found for task in self.tasks if (found := self._result_by_point_and_task.get((id(point), task)))), None
@@ -147,7 +147,7 @@ class SweepResult:
 
 def read_sweep(file: Path) -> SweepResult:
     """Read a sweep.json. Its points have empty recipes, since tables and plots show only their names."""
-    data = parse_json(read_stored_text(file))
+    data = parse_json(read_text_or_xz(file))
     points: dict[tuple[object, ...], Point] = {}
     cells = []
     for cell in data["cells"]:
@@ -201,7 +201,7 @@ def results_table(sweep: SweepResult) -> Table:
             point.target or MISSING,
             point.scheme,
             *(column.text(*sweep.result_and_baseline(point, task)) for task, column in shown),
-            _stored_text(point, sweep.sizes_of(point)),
+            _stored_text(point, sweep.find_any_result(point)),
         ]
         for point in sweep.points
     ]
@@ -231,6 +231,8 @@ def notes(sweep: SweepResult) -> list[str]:
         "stored is the size of the checkpoint (two bytes per weight at 16 bits) or of the KV cache per token, scales "
         "included; quantized logits and operands store nothing."
     )
+    if any(point.target == "weights" for point in sweep.points):
+        texts.append("Weights are rounded to nearest; `quantize --effort balanced` usually loses less.")
     sizes = sweep.settings.get("source_bytes", {})
     quantized = ", ".join(
         sweep.names.get(Path(path), path) + (f" ({megabytes(sizes[path])})" if sizes.get(path) else "")
@@ -270,7 +272,7 @@ def _record(sweep: SweepResult, point: Point) -> JsonObject:
     for kind in task_kinds():
         if kind not in measured and not kind.columns.has_own_names:
             record |= kind.columns.record(None, None)
-    sizes = sweep.sizes_of(point)
+    sizes = sweep.find_any_result(point)
     return record | {
         "weight_bytes": sizes.weight_bytes if sizes else None,
         "kv_bytes_per_token": sizes.kv_bytes if sizes else None,

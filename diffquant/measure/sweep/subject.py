@@ -141,7 +141,7 @@ class CheckpointSubject:
         result = run_timed(task, TorchModel(model, self.source.tokenizer), reference, progress)
         measured = self.source.recipe if recipe is None else recipe
         if measured.rounds("logits", "qk", "p", "pv", "activations"):
-            model.require_fired()
+            model.check_quantizers_ran()
         weights = weights_of(measured)
         if weights not in self._weight_bytes:
             self._weight_bytes[weights] = weight_bytes(self.source, measured)

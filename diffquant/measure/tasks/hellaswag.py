@@ -114,7 +114,7 @@ class HellaSwag(Task):
         from diffquant.measure.protocols.hellaswag import load_items
 
         if name != cls.kind:
-            raise cls.misread(name)
+            raise cls.make_name_error(name)
         items = load_items(_ITEMS.of(values), check_at_least_one(LIMIT, values))
         return cls(items=tuple(items), batch_tokens=batch_tokens)
 

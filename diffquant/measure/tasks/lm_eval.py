@@ -54,7 +54,7 @@ class Harness(Task):
     def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
         _, _, task = name.partition(":")
         if not task:
-            raise cls.misread(name)
+            raise cls.make_name_error(name)
         require_lm_eval()
         require_trust(task, bool(TRUST_TASK.of(values)))
         return cls(task=task, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
@@ -73,7 +73,7 @@ class Harness(Task):
             identity |= {"files": digests} if digests else {}
         return identity
 
-    def unseen(self) -> list[str]:
+    def untracked_inputs(self) -> list[str]:
         return _task_files(self.task).unseen() if _is_file(self.task) else ["the data that lm-eval fetches for it"]
 
     def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002

@@ -124,7 +124,7 @@ class Needle(Task):
 
         counts = name.split(":")[1:]
         if len(counts) > 2 or not all(re.fullmatch("[0-9]{1,9}", count) for count in counts):
-            raise cls.misread(name, "needle:4:2")
+            raise cls.make_name_error(name, "needle:4:2")
         needles, asked = (*map(int, counts), 1, 1)[:2]
         # A length that is given twice would count the same items twice.
         plan = NeedlePlan(needles, asked, tuple(dict.fromkeys(LENGTHS.of(values))))

@@ -103,7 +103,7 @@ class Perplexity(Task):
         from diffquant.checkpoints.texts import load_text
 
         if name != cls.kind:
-            raise cls.misread(name)
+            raise cls.make_name_error(name)
         window, stride = WINDOW.of(values), STRIDE.of(values)
         check_windows(window, stride)
         text = load_text(TEXT.of(values), check_at_least_one(CHARACTERS, values))

@@ -55,7 +55,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     return adapter
 
 
-def is_read(config: Mapping[str, Any]) -> bool:
+def has_adapter(config: Mapping[str, Any]) -> bool:
     """Return whether there is an adapter for a config.json's `model_type`."""
     return str(config.get("model_type")).lower() in READERS
 
@@ -65,7 +65,7 @@ def _refuse_kinds_of_layers(config: dict[str, Any]) -> None:
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != _FULL for kind in kinds):
         others = sorted({str(kind) for kind in kinds} - {_FULL}) if isinstance(kinds, list) else [repr(kinds)]
-        raise CheckpointError(f"config.json: layer_types has {', '.join(others)}, which is not supported; {_FULL} is")
+        raise CheckpointError(f"config.json: layer_types has {', '.join(others)}; only {_FULL} is supported")
     if config.get("per_layer_config"):
         raise CheckpointError("config.json: per_layer_config sets layers individually, which is not supported")
 

@@ -31,14 +31,14 @@ class Adapter:
     may_lack_norm_weight: bool = False
 
     def adapt_to(self, tensors: Collection[str]) -> "Adapter":
-        """Return this adapter, or one without the per-pair norm's weight if an older checkpoint lacks it."""
+        """Return this adapter, or one without the per-pair norm's weight if the checkpoint's `tensors` lack it."""
         if not self.may_lack_norm_weight or any(name.endswith(".subln.weight") for name in tensors):
             return self
         spec = replace(self.architecture.diff_spec, post_norm="plain")
         return replace(self, architecture=replace(self.architecture, diff_spec=spec))
 
     def source_name(self, canonical: str) -> str:
-        """Return the checkpoint's name of a model parameter."""
+        """Return the checkpoint's name of the parameter that the model names `canonical`."""
         for ours, theirs in self.renames.items():
             canonical = canonical.replace(ours, theirs)
         return canonical
@@ -58,7 +58,7 @@ class Adapter:
         return {name: parameter.shape for name, parameter in self.source_parameters.items()}
 
     def row_order(self, canonical: str) -> Tensor | None:
-        """Return the checkpoint's row for each row of a model parameter, or None if the order is the same."""
+        """Return the index of the checkpoint's row for each row of a parameter, or None if the order is equal."""
         parameter, spec = self.architecture.parameters[canonical], self.architecture.diff_spec
         repeats = self._count_repeats(parameter)
         if repeats == 1:
@@ -68,7 +68,10 @@ class Adapter:
         return heads.repeat_interleave(repeats, 0).flatten()
 
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
-        """Return the checkpoint's row for each row of a parameter in another layout, or None if the order is equal."""
+        """Return the index of the checkpoint's row for each row of a parameter whose heads are ordered as in `layout`.
+
+        None means that the order is the same.
+        """
         repeated = self.row_order(canonical)
         projection = self.architecture.parameters[canonical].projection
         order = None if projection is None else self.architecture.diff_spec.layout.permutation_to(layout, projection)
@@ -138,6 +141,6 @@ def has_type(value: object, types: tuple[type, ...]) -> bool:
     return isinstance(value, types) and (not isinstance(value, bool) or bool in types)
 
 
-def invalid_config(config: Mapping[str, Any]) -> str:
+def invalid_config_prefix(config: Mapping[str, Any]) -> str:
     """Return the beginning of an error message about an invalid setting in a config.json."""
     return f"config.json is not a valid {config.get('model_type')} configuration"

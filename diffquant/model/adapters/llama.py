@@ -51,7 +51,7 @@ def read_native(config: dict[str, Any]) -> Adapter:
     """Create the adapter for this package's own format, whose names and layout need no translation.
 
     Raises:
-        CheckpointError: sizes contradict each other, or heads have two widths.
+        CheckpointError: sizes contradict each other, or `head_dim` differs from that of `spec`.
     """
     spec = read_spec(config.get("spec"))
     if config.get("head_dim") not in (None, spec.head_dim):

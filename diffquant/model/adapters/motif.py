@@ -63,9 +63,7 @@ def _count_groups(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, in
     if kv_heads % 2:
         problems.append(f"num_key_value_heads {kv_heads} is not an even number")
     elif not problems and noises % (kv_heads // 2):
-        problems.append(
-            f"the {kv_heads // 2} pairs of num_key_value_heads {kv_heads} do not divide {noises} noise heads"
-        )
+        problems.append(f"num_noise_heads {noises} is not a multiple of half of num_key_value_heads {kv_heads}")
     if config.get("head_dim") is None:
         problems.append("head_dim is missing and cannot be derived from the other sizes")
     if problems:

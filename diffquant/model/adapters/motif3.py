@@ -14,7 +14,7 @@ from diffquant.model.motif3.architecture import Motif3Architecture
 OWN_KEYS = ("kv_lora_rank", "q_lora_rank", "diff_v2", "num_experts")
 
 _DEFAULTS: Mapping[str, Any] = {**LLAMA, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
-_FROM_ONE, _FROM_ZERO, _FINITE, _SWITCH = "a number from 1 on", "a number from 0 on", "a number", "true or false"
+_FROM_ONE, _FROM_ZERO, _FINITE, _SWITCH = "an integer above 0", "an integer, 0 or more", "a number", "true or false"
 # Settings beyond Llama's, grouped by their allowed values, with defaults from the vendor's code. None means no default
 # here.
 _OWN: Mapping[str, Mapping[str, Any]] = {

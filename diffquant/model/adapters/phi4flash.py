@@ -62,7 +62,7 @@ def _own_sizes(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str,
         if config.get(key) not in (value, None) and (key, config[key]) != ("mamba_dt_rank", "auto")
     ]
     wrong += [
-        f"{key} is {size!r}, not a number from 1 on"
+        f"{key} is {size!r}, not an integer above 0"
         for key, size in own.items()
         if (type(size) is not int or size < 1) and (key, size) != ("sliding_window", None)
     ]

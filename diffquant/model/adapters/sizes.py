@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.activations import find_activation
-from diffquant.model.adapters.base import count_pairs, has_type, invalid_config
+from diffquant.model.adapters.base import count_pairs, has_type, invalid_config_prefix
 from diffquant.model.architecture import DEFAULTS, TransformerArchitecture
 
 _THETA = 10000.0
@@ -38,13 +38,20 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 
 
 def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Read the rotary settings of a config.json, converting older spellings to the current one.
+    """Read the rotary settings of a config.json in transformers' standard form, converting older spellings.
+
+    Args:
+        config: content of config.json.
+        positions: `max_position_embeddings` of the model.
+
+    Raises:
+        CheckpointError: a setting is missing, invalid or not supported.
 
     Source: transformers/modeling_rope_utils.py, RotaryEmbeddingConfigMixin.
     """
     stated = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(stated, Mapping):
-        raise CheckpointError(f"{invalid_config(config)}: rope_parameters is {stated!r}, not an object")
+        raise CheckpointError(f"{invalid_config_prefix(config)}: rope_parameters is {stated!r}, not an object")
     rope = dict(stated)
     rope.setdefault("rope_theta", config.get("rope_theta", _THETA))
     if config.get("partial_rotary_factor") is not None:
@@ -63,10 +70,12 @@ def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
         rope["factor"] = positions / original if _is_positive(original) else None
     missing = [key for key in ("rope_theta", *ROPE_TYPES.get(rope_type, ())) if rope.get(key) is None]
     if missing:
-        raise CheckpointError(f"{invalid_config(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}")
+        raise CheckpointError(
+            f"{invalid_config_prefix(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}"
+        )
     wrong = [f"{key} is {rope[key]!r}" for key in rope if not _is_valid(key, rope[key])]
     if wrong:
-        raise CheckpointError(f"{invalid_config(config)}: of its rotary settings {', '.join(wrong)}")
+        raise CheckpointError(f"{invalid_config_prefix(config)}: invalid rotary settings: {', '.join(wrong)}")
     if rope_type != "proportional" and rope.get("partial_rotary_factor") not in (None, 1):
         raise CheckpointError(
             f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, and only rope_type 'proportional' "
@@ -79,21 +88,21 @@ def check_angles(architecture: TransformerArchitecture) -> None:
     """Check that a model's rotary settings give an angle for each pair of channels of a head.
 
     Raises:
-        CheckpointError: they do not, or give no valid angles.
+        CheckpointError: the number of angles is wrong, or they cannot be computed.
     """
     rope, pairs_of_channels = architecture.rope_parameters, architecture.head_dim // 2
     rope_type, theta = rope["rope_type"], rope["rope_theta"]
     problems = []
     if rope_type == "longrope":
         problems += [
-            f"{key} has {len(rope[key])} numbers for the {pairs_of_channels} pairs of channels of a head"
+            f"{key} has {len(rope[key])} numbers, not {pairs_of_channels}, one for each two channels of a head"
             for key in _FACTORS
             if len(rope[key]) != pairs_of_channels
         ]
         if rope["original_max_position_embeddings"] <= 1:
             problems.append("longrope needs original_max_position_embeddings above 1")
     if rope_type == "yarn" and theta == 1:
-        problems.append("yarn needs angles that differ, and rope_theta is 1")
+        problems.append("with rope_theta 1 all angles are equal, which yarn does not support")
     if rope_type == "dynamic" and pairs_of_channels == 1:
         problems.append("dynamic needs heads of more than two channels")
     if problems:
@@ -161,7 +170,7 @@ def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         if not has_type(sizes[key], types)
     ]
     if wrong:
-        raise CheckpointError(f"{invalid_config(config)}: {'; '.join(wrong)}")
+        raise CheckpointError(f"{invalid_config_prefix(config)}: {'; '.join(wrong)}")
     _check_ranges(config, sizes)
     find_activation(sizes["hidden_act"])
     sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
@@ -185,19 +194,21 @@ def _check_ranges(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     if isinstance(ends, list) and not all(has_type(token, (int,)) for token in ends):
         wrong.append("eos_token_id")
     if wrong:
-        raise CheckpointError(f"{invalid_config(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}")
+        raise CheckpointError(
+            f"{invalid_config_prefix(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}"
+        )
 
 
 def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     """Check that the number of heads divides the hidden width, which LlamaConfig requires even if `head_dim` is given.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it does not divide it.
     """
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if width % heads:
         raise CheckpointError(
-            f"{invalid_config(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
+            f"{invalid_config_prefix(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
         )
 
 
@@ -209,7 +220,7 @@ def read_eps(config: Mapping[str, Any], key: str) -> float:
     """
     eps = config.get(key, 1e-5)
     if not isinstance(eps, float) or not 0 <= eps < math.inf:
-        raise CheckpointError(f"{invalid_config(config)}: {key} is {eps!r}; it must be a float of at least 0")
+        raise CheckpointError(f"{invalid_config_prefix(config)}: {key} is {eps!r}; it must be a float of at least 0")
     return eps
 
 

@@ -17,7 +17,7 @@ from diffquant.model.motif3.blocks import (
     PolyMLPBlock,
     PolySettings,
     StreamsBlock,
-    predicted_parameters,
+    mtp_parameters,
 )
 from diffquant.recipe.numbers.absmax import compute_dtype
 
@@ -127,19 +127,19 @@ class Motif3Architecture(Architecture):
 
     @cached_property
     def carried(self) -> Parameters:
-        attention = self._attention(0, self.seen)
+        attention = self._attention(0, self.window)
         network = self._dense(self._poly(0), self.intermediate_size)
-        predicted = predicted_parameters(attention, network, self.final_norm[1])
+        predicted = mtp_parameters(attention, network, self.final_norm[1])
         layers = [prefix_names(f"model.mtp_layers.{i}", predicted) for i in range(self.num_nextn_predict_layers)]
         return {name: each for layer in layers for name, each in layer.items()}
 
     @property
-    def seen(self) -> int | None:
+    def window(self) -> int | None:
         """Number of newest tokens that a windowed layer sees: one more than config.json's `sliding_window`."""
         return None if self.sliding_window is None else self.sliding_window + 1
 
     def _window(self, layer: int) -> int | None:
-        return None if layer % self.sliding_window_period == 0 else self.seen
+        return None if layer % self.sliding_window_period == 0 else self.window
 
     def _attention(self, layer: int, window: int | None) -> LatentAttentionBlock:
         width, is_whole = self.qk_rope_head_dim, window is None

@@ -71,7 +71,7 @@ class LatentAttention(PairAttention):
         return out
 
     @property
-    def calls_backend(self) -> str:
+    def call_backend(self) -> str:
         return "auto" if self.backend == LATENT else self.backend
 
     def latents(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:

@@ -196,7 +196,7 @@ class StreamsBlock(Block):
         return {name: Parameter(shape, is_wide=True) for name, shape in shapes.items()}
 
 
-def predicted_parameters(attention: LatentAttentionBlock, network: PolyMLPBlock, norm: RMSNormBlock) -> Parameters:
+def mtp_parameters(attention: LatentAttentionBlock, network: PolyMLPBlock, norm: RMSNormBlock) -> Parameters:
     """Return the parameters of a multi-token prediction layer, which checkpoints contain but models here do not run.
 
     Its matrices are quantized only under overrides that name them.

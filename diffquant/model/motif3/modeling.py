@@ -20,7 +20,7 @@ from diffquant.model.fused_cache import FusedLayer, warn_of_slow_decoding
 from diffquant.model.motif3.architecture import Motif3Architecture, rotary_tables
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.blocks import StreamsBlock
-from diffquant.model.reading import Reading, count_positions
+from diffquant.model.reading import Reading, compute_positions
 from diffquant.model.windowed_cache import MixedCache, create_storage
 from diffquant.recipe.numbers.absmax import compute_dtype
 
@@ -49,7 +49,7 @@ class Streams(nn.Module):
         n = rms_norm(flat, flat.shape[-1:], self.rms_norm.weight.to(flat.dtype), EPS)
         reads = self._gate("pre", n, LARGEST_GATE).sigmoid()
         writes = self._gate("post", n, LARGEST_GATE).sigmoid() * self.block.post_scale
-        mix = balance(self._gate("res", n, LARGEST_MIX).exp(), self.block.rounds)
+        mix = sinkhorn_normalize(self._gate("res", n, LARGEST_MIX).exp(), self.block.rounds)
         return (reads[..., None] * wide).sum(-2).to(x.dtype), mix @ wide, writes
 
     def _gate(self, name: str, n: Tensor, largest: float) -> Tensor:
@@ -60,7 +60,7 @@ class Streams(nn.Module):
         return (alpha * raw + bias).clamp(-largest, largest)
 
 
-def balance(mix: Tensor, rounds: int) -> Tensor:
+def sinkhorn_normalize(mix: Tensor, rounds: int) -> Tensor:
     """Normalize positive matrices [..., E, E] by repeatedly dividing rows, then columns, by their sums.
 
     Source: Sinkhorn and Knopp, 1967.
@@ -135,7 +135,7 @@ class Motif3Model(Decoder):
     def layer_arguments(
         self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
     ) -> Sequence[tuple[Any, ...]]:
-        if mask.seen is not None:
+        if mask.explicit is not None:
             raise UsageError(
                 "this model has windowed layers: neither a 4-D attention_mask nor sequences packed by "
                 "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
@@ -143,8 +143,8 @@ class Motif3Model(Decoder):
         if cache is not None and not isinstance(cache, MixedCache):
             raise UsageError(f"{type(cache).__name__} cannot store windowed latents; pass the result of new_cache()")
         if position_ids is None:
-            position_ids = count_positions(mask.keys, past, x.shape[1], x.device)
-        reading = Reading.of(mask.keys, x.shape[1], self.architecture.seen, cache)
+            position_ids = compute_positions(mask.keys, past, x.shape[1], x.device)
+        reading = Reading.of(mask.keys, x.shape[1], self.architecture.window, cache)
         return [(rotary, reading) for rotary in self.tables(position_ids, x)]
 
     def start(self, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Motif3Model(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        return None if self.architecture.seen is None else "this model's windowed layers do not keep earlier tokens"
+        return None if self.architecture.window is None else "this model's windowed layers do not keep earlier tokens"
 
     def new_cache(self) -> MixedCache:
         """Return a new empty cache of latents for the recipe."""

@@ -80,7 +80,7 @@ class MambaBlock(Block):
         width: hidden width.
         inner: E, number of channels.
         states: N, width of a channel's state.
-        seen: number of tokens that the convolution covers.
+        kernel_size: number of tokens that the convolution covers.
         rank: rank of the projection to step sizes.
     """
 
@@ -91,13 +91,13 @@ class MambaBlock(Block):
     width: int
     inner: int
     states: int
-    seen: int
+    kernel_size: int
     rank: int
 
     def parameter_specs(self) -> Parameters:
         return {
             **linear("in_proj", 2 * self.inner, self.width),
-            "conv1d.weight": Parameter((self.inner, 1, self.seen)),
+            "conv1d.weight": Parameter((self.inner, 1, self.kernel_size)),
             "conv1d.bias": Parameter((self.inner,)),
             **linear("x_proj", self.rank + 2 * self.states, self.inner),
             # It is small, so it is quantized only under an override.
@@ -111,7 +111,7 @@ class MambaBlock(Block):
     @property
     def stored(self) -> tuple[Shape, ...]:
         """Shapes of the convolution's newest inputs and of the state."""
-        return (self.seen - 1, self.inner), (self.inner, self.states)
+        return (self.kernel_size - 1, self.inner), (self.inner, self.states)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Mamba(nn.Module):
         super().__init__()
         self.sizes, self.kept = [block.rank, block.states, block.states], block.stored
         add_linears(self, block)
-        self.conv1d = nn.Conv1d(block.inner, block.inner, block.seen, groups=block.inner)
+        self.conv1d = nn.Conv1d(block.inner, block.inner, block.kernel_size, groups=block.inner)
         states = torch.arange(1, block.states + 1, dtype=torch.float32)
         self.A_log = nn.Parameter(states.log().repeat(block.inner, 1))
         self.D = nn.Parameter(torch.ones(block.inner))

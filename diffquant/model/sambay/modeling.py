@@ -44,7 +44,7 @@ class SambaYModel(Decoder):
         position_ids: Tensor | None,  # noqa: ARG002
         cache: Cache | None,
     ) -> Sequence[tuple[Any, ...]]:
-        if mask.seen is not None:
+        if mask.explicit is not None:
             raise UsageError(
                 "Mamba's layers read tokens one after the other: neither a 4-D attention_mask nor sequences packed by "
                 "position_ids are supported; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"

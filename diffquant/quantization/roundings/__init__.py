@@ -36,8 +36,8 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
         schemes: scheme of each module whose weight is quantized.
 
     Raises:
-        UsageError: there is no such rounding; the settings name calibration data that it does not read, or options that
-            it does not have; or it rounds rows independently and scales span rows, in which case modules are named.
+        UsageError: there is no such rounding; the settings select calibration data that it does not read, or options
+            that it does not have; or it rounds each row alone, but a scale covers several rows of some modules.
     """
     rounding = rounding_named(settings.name)
     if settings.reads and not rounding.needs_text:

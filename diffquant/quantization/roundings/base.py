@@ -28,8 +28,8 @@ class Rounder:
     """A rounding prepared for one checkpoint.
 
     Attributes:
-        round: function that rounds any rows of a weight, given in float32, if scales do not span rows; called from
-            several threads.
+        round: function that rounds some rows of a weight, given in float32, and that threads may call at once. It is
+            not called for a scheme in which one scale covers all rows.
         identity: JSON data that, with the checkpoint, the scheme and the rounding's name, determines the result.
         made: codes int8 [out, in] and stored scale, by weight name, of weights that were rounded during preparation;
             `round` is used for the others.
@@ -45,11 +45,11 @@ class Rounding(ABC):
 
     Attributes:
         name: name in recipes and for `--rounding`.
-        needs_text: whether it reads calibration data, which the recipe's settings then name.
-        options: names of the other settings that it takes.
+        needs_text: whether it reads calibration data, which the recipe's `RoundingSettings` select.
+        options: names of the other fields of `RoundingSettings` that it uses.
         window: default number of tokens per calibration sequence.
-        row_by_row: whether it rounds rows independently, so that no scale can span rows. If not, a scale per tensor is
-            chosen by absmax and every weight gets its nearest code.
+        row_by_row: whether it rounds each row alone, so that one scale per tensor or block is not supported. If not,
+            a scale per tensor is chosen by absmax, and every weight gets its nearest code.
         work: cost of a method with calibration data, in multiplications per weight and token.
     """
 

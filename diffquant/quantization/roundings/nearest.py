@@ -12,7 +12,7 @@ from diffquant.checkpoints.compressed_tensors import weight_codes, weight_scale
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
-from diffquant.quantization.targets import find_targets
+from diffquant.quantization.targets import find_packable_modules
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
@@ -49,10 +49,12 @@ def round_with_clipping(
     dtype: torch.dtype,
     importance: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor]:
-    """Return codes int8 [rows, in] of some rows, and the scales of least squared error, [rows, in/g] or [rows, 1].
+    """Return codes int8 [rows, in] of some rows, and the scales of least squared error.
+
+    Scales are [rows, in/g] for groups of g values, or [rows, 1].
 
     Args:
-        importance: weight [in] of the squared errors of each input channel, by name of the weight; equal by default.
+        importance: factors [in] of the squared errors of each input channel, by name of the weight; 1 by default.
     """
     view, _ = scheme.sharing.view(values)
     weights = scheme.sharing.view(importance[name][None])[0] if name in importance else None
@@ -64,7 +66,7 @@ def round_with_clipping(
 def search_scale(
     values: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the scale of least squared error, using all codes, including -2^(b-1), which absmax leaves unused.
+    """Return the scale of least squared error, using all levels, including the lowest, which absmax leaves unused.
 
     The scale may clip. For integers it is negative if the largest value is positive, so that the largest magnitude is
     on the negative side, which has one more code.
@@ -73,13 +75,13 @@ def search_scale(
         values: [..., n] float32; the n values of the last axis share a scale.
         number_format: format of the codes.
         dtype: dtype of the stored scale.
-        weights: weight of each squared error, of a shape that broadcasts to that of `values`; equal by default.
+        weights: factor of each squared error, of a shape that broadcasts to that of `values`; 1 by default.
 
     Returns:
         [..., 1].
     """
     largest = number_format.scale(values, -1)
-    if number_format.is_even:
+    if number_format.has_integer_levels:
         largest = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -largest, largest)
     # If squares overflow, the absmax scale is kept.
     best, least = number_format.storable(largest, dtype), torch.full_like(largest, torch.inf)
@@ -94,13 +96,13 @@ def search_scale(
 
 
 def nearest_levels(values: Tensor, scale: Tensor, number_format: NumberFormat) -> Tensor:
-    """Return the level nearest to each value / scale, among all levels, including those that absmax leaves unused."""
-    return number_format.nearest_(values / scale.float())
+    """Return the level nearest to each value / scale, out of all levels, including those that absmax leaves unused."""
+    return number_format.round_to_all_levels_(values / scale.float())
 
 
 def level_codes(levels: Tensor, number_format: NumberFormat) -> Tensor:
-    """Return the int8 codes of numbers that are levels of a format."""
-    if number_format.is_even:
+    """Return the int8 codes of levels; `levels` must contain only levels of the format."""
+    if number_format.has_integer_levels:
         return levels.to(torch.int8, memory_format=torch.contiguous_format)
     return number_format.codes(levels, levels.new_ones(()))
 
@@ -124,7 +126,7 @@ class Mse(Rounding):
         from diffquant.checkpoints.imatrix import read_imatrix
 
         imatrix, tensors = read_imatrix(settings.imatrix), source.checkpoint.tensors
-        weights = find_targets(source).weights
+        weights = find_packable_modules(source).weights
         widths = {weights[module]: tensors[weights[module]].shape[-1] for module in schemes}
         weighted = partial(round_with_clipping, importance=imatrix.importance(widths, tensors))
         return Rounder(weighted, {"imatrix": imatrix.to_dict()})

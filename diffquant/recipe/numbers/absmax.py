@@ -24,7 +24,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def to_storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
-    """Round a scale to `dtype`, replace zeros by 1, and limit it so that scale · `top` does not overflow."""
+    """Round scales to `dtype`, replace zeros by 1, and limit them so that scale · `top` does not overflow.
+
+    Args:
+        top: largest level that scales are multiplied by.
+    """
     numbers = torch.finfo(dtype)
     rounded = scale.to(dtype)
     # Rounding down makes the largest code clip: by a fraction of a step, but by many where few digits are left.
@@ -41,7 +45,7 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all of x is finite. Checks sums first, so it rarely allocates a temporary of x's size."""
+    """Return whether all values of x are finite. Sums are checked first, so a temporary of x's size is rarely made."""
     wide = torch.promote_types(x.dtype, torch.float32)
     sums = all(bool(torch.isfinite(part.sum(dtype=wide))) for part in x.reshape(-1).split(_SUMMED))
     return sums or bool(torch.isfinite(x).all())

@@ -53,12 +53,12 @@ def _squeeze(unsigned: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, length: int) -> Tensor:
-    """Inverse of `pack`.
+    """Unpack codes along the last axis; the inverse of `pack`.
 
     Args:
         words: int32 [..., packed_words(length, bits)].
         bits: 2 to 8.
-        length: codes along the last axis.
+        length: number of codes along the last axis.
 
     Returns:
         int8 [..., length].

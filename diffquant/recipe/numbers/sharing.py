@@ -63,8 +63,8 @@ class Sharing:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not (self.size is None or type(self.size) is int):
             raise UsageError(
-                f"a Sharing takes a granularity's name and a whole number; got {self.name!r} and {self.size!r}; "
-                "Sharing.parse('g32') reads text"
+                f"a Sharing takes a granularity's name and a whole number or None; got {self.name!r} and "
+                f"{self.size!r}; to read text use Sharing.parse('g32')"
             )
         if self.name not in ("", *_TARGETS):
             choices = (*_TARGETS, *_ROWS, "g32", "c64", "b64")
@@ -79,11 +79,11 @@ class Sharing:
         """Parse a granularity as written in schemes: "row", "g32".
 
         Args:
-            target: the target, if known. For "weights" a row may be written "channel". For "k", "v", "logits", "qk",
-                "p", "pv" and "activations" it may be written "token". "channel" means column for "pv".
+            target: the target that is quantized, or "" if unknown. "channel" means "row" for "weights", and "column"
+                for "pv". "token" means "row" for all targets except "weights".
 
         Raises:
-            UsageError: there is no granularity with this name, or "channel" or "token" does not fit the target.
+            UsageError: there is no granularity with this name, or the target has no "channel" or "token".
         """
         if (text, target) == ("channel", "pv"):
             return cls("column")
@@ -100,7 +100,7 @@ class Sharing:
         return f"{_LETTERS[self.name]}{self.size}" if self.size else self.name
 
     def refusal(self, target: str) -> str | None:
-        """Explain why a target cannot have this granularity and list those that it can, or return None if it can."""
+        """Explain why a target does not support this granularity and list those it does, or return None if it does."""
         if target not in _TARGETS[self.name]:
             able = ", ".join(name for name, targets in _TARGETS.items() if target in targets)
             return f"cannot be quantized per {self.name}; use {able}"
@@ -112,32 +112,32 @@ class Sharing:
 
     @property
     def spans_rows(self) -> bool:
-        """Whether a scale spans rows of a weight, or queries of logits."""
+        """Whether one scale covers all rows of a weight, or all queries of logits."""
         return self.name in _LEADING
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Axes of [B, heads, rows, columns], besides the last, that share one scale within a sequence."""
+        """Axes, besides the last, along which logits [B, heads, queries, keys], or operands alike, share a scale."""
         return _LEADING.get(self.name, ())
 
     @property
     def joins_maps(self) -> bool:
-        """Whether both maps of logits share a scale."""
+        """Whether the two maps of differential attention share the scales of their logits."""
         return self.name in ("tensor", "pair")
 
     @property
     def binds_pairs(self) -> bool:
-        """Whether the scale of a map depends on the pair's other map."""
+        """Whether the two maps of each head have one scale in common, which depends on both."""
         return self.name == "pair"
 
     @property
     def by_token(self) -> bool:
-        """Whether no scale spans tokens of a cache, of logits or of operands."""
+        """Whether no scale is computed from several tokens; calibrated scales are not computed at run time at all."""
         return self.name in ("", "row", "group", "static")
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether groups of tokens start at position 0, so that padding shifts them."""
+    def has_token_groups(self) -> bool:
+        """Whether scales belong to groups of tokens counted from position 0, which left padding would change."""
         return self.name in ("column", "block", "warp", "thread")
 
     @property
@@ -152,7 +152,7 @@ class Sharing:
 
     @property
     def tokens(self) -> int:
-        """Number of cached tokens that share their channels' scales; 1 if each token has separate scales."""
+        """Number of consecutive cached tokens that share one scale per channel; 1 for other granularities."""
         return self.size or 1 if self.name == "column" else 1
 
     def view(self, x: "Tensor") -> "tuple[Tensor, Axes]":
@@ -186,7 +186,7 @@ class Sharing:
         return tiles
 
     def undo_view(self, view: "Tensor", shape: "tuple[int, ...]") -> "Tensor":
-        """Invert `view`: return the weight [rows, columns]."""
+        """Invert `view`: return the tensor of the given shape; for blocks a weight [rows, columns] without padding."""
         if not self.tile:
             return view.reshape(shape)
         rows, columns = shape
@@ -199,7 +199,7 @@ class Sharing:
         return (1,) if self.spans_rows else (*shape[:-1], shape[-1] // self.size if self.size else 1)
 
     def spread(self, scale: "Tensor") -> "Tensor":
-        """Reshape a weight's stored scales so that they broadcast to `view`."""
+        """Reshape a weight's stored scales so that they broadcast to the weight as `view` returns it."""
         if self.tile:
             return scale[:, None, :, None]
         return scale.unsqueeze(-1) if self.size else scale

@@ -35,7 +35,7 @@ def rotation(width: int) -> Tensor:
 
 
 def rotate_by(x: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply heads [..., d] by a matrix [d, d] in the matrix's dtype, and return them in their own dtype."""
+    """Return x · matrix for heads x [..., d] and a matrix [d, d], computed in the matrix's dtype, in the dtype of x."""
     return (x.to(matrix.dtype) @ matrix.to(x.device)).to(x.dtype)
 
 
@@ -51,7 +51,7 @@ class OneSided(NumberFormat):
         self.levels = tuple(range(-both_sides.steps, 1))
 
     @property
-    def reach(self) -> float:
+    def clip_limit(self) -> float:
         return self.steps + 0.5
 
     def scale_of(self, largest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -64,12 +64,12 @@ class OneSided(NumberFormat):
 
 
 def logit_format(number_format: NumberFormat, shift: bool) -> NumberFormat:
-    """Return the format of logits; with `shift` it has no positive levels, since the row's maximum is subtracted."""
+    """Return the format of logits; with `shift`, which subtracts the row's maximum, it has no positive levels."""
     return OneSided(number_format) if shift else number_format
 
 
-def weight_scale(number_format: NumberFormat, pow2: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the scale [1] of unnormalized softmax weights, whose maximum is 1; `pow2` gives a power of two."""
+def softmax_weight_scale(number_format: NumberFormat, pow2: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the scale [1] of unnormalized softmax weights, whose maximum is 1; with `pow2`, a power of two."""
     if pow2:
         return torch.full((1,), 2.0 ** -math.floor(math.log2(number_format.largest)), dtype=dtype)
     return number_format.scale_of(torch.ones(1, dtype=dtype))

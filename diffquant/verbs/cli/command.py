@@ -16,7 +16,7 @@ from diffquant.support.names import use_option_names
 from diffquant.support.program import exit_codes
 from diffquant.verbs import GROUPS
 from diffquant.verbs.cli.options import former_names, list_options, split_docstring
-from diffquant.verbs.cli.show import VIEWS, ResultView, print_notes, print_piece, show_loading
+from diffquant.verbs.cli.show import VIEWS, ResultView, print_notes, print_piece, show_importing
 from diffquant.verbs.recipes import recipe_from_options
 
 # Options that exist only on the command line.
@@ -49,7 +49,7 @@ def make_command(verb: Callable[..., Any]) -> Callable[..., None]:
         # Before torch is loaded. `bench` keeps the default, so that its timings are comparable.
         if verb is not verbs.bench:
             limit_spinning()
-        with use_option_names(), print_notes(as_json), show_loading(command_name(verb), prints=verb is verbs.serve):
+        with use_option_names(), print_notes(as_json), show_importing(command_name(verb), verb is verbs.serve):
             try:
                 # Without `check_arguments`, because typer has already checked the values.
                 if "recipe" in own:
@@ -110,6 +110,8 @@ class VerbCommand(TyperCommand):
             if ours := next((ours for ours, names in ELSEWHERE.items() if name.removeprefix("--") in names), None):
                 error.message = f"No such option: {name}; use {ours}"
                 error.possibilities = ()
+            elif "extra argument" in error.message and any(each.name == "output" for each in self.params):
+                error.message += "; give the output as -o OUTPUT"
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

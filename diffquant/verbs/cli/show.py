@@ -92,7 +92,9 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def print_notes(as_json: bool) -> Iterator[None]:
-    """Print verbs' messages on stderr inside the context, and those kept for after the result when it exits.
+    """Print verbs' messages on stderr inside the context, and when it exits those that belong after the result.
+
+    The latter go to stdout, or to stderr if they are asides or `as_json` is set.
 
     Args:
         as_json: whether stdout must contain only JSON.
@@ -111,17 +113,18 @@ def print_notes(as_json: bool) -> Iterator[None]:
 
 
 @contextmanager
-def show_loading(name: str, prints: bool) -> Iterator[None]:
-    """Show a "loading" line on a terminal, because a verb's imports may take several seconds.
+def show_importing(command: str, library_prints: bool) -> Iterator[None]:
+    """Show a "loading" line on a terminal while a command's imports run, which may take several seconds.
 
-    The line is removed when the verb prints something, shows progress, or ends.
+    The line is removed when the command prints something, shows progress, or ends.
 
     Args:
-        name: the command.
-        prints: whether a library prints directly; the line is then removed as soon as torch is imported.
+        command: name of the command.
+        library_prints: whether a library prints by itself, which could mix with the line; the line is then removed as
+            soon as torch is imported.
     """
-    with progress.show_waiting(f"{name}: loading ..."):
-        if prints:
+    with progress.show_waiting(f"{command}: loading ..."):
+        if library_prints:
             import torch  # noqa: F401
 
             clear_line()

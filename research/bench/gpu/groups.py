@@ -287,9 +287,9 @@ def eight_bit_codes(call: AttentionCall) -> Any:
     from diffquant.kernels.arguments import same_strides
     from diffquant.kernels.attention.prefill_int8 import TILES
     from diffquant.kernels.attention.quantize_qkv import quantize_qkv
-    from diffquant.kernels.configs import choose
+    from diffquant.kernels.configs import choose_config
     from diffquant.kernels.gpu import device_class
 
-    tile = choose(TILES, f"prefill_int8/{device_class(call.v.device)}/{call.q[0].shape[-1]}")
+    tile = choose_config(TILES, f"prefill_int8/{device_class(call.v.device)}/{call.q[0].shape[-1]}")
     q, k, (v,) = same_strides(*call.q), same_strides(*call.k), same_strides(call.v)
     return quantize_qkv(q, k, v, None, None, call.scale, tile_rows=tile["queries"], block=tile["keys"], values=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diffquant.benchmarks.contest import failure
+from diffquant.benchmarks.contest import format_error
 from diffquant.benchmarks.measuring import environment
 from diffquant.benchmarks.roofline import measure_roofline
 from diffquant.support.files import write_json
@@ -58,7 +58,7 @@ class Apart:
         try:
             return future.result(seconds)
         except Exception as error:  # the other groups go on
-            self.problem = _LATE if isinstance(error, TimeoutError) else failure(error)
+            self.problem = _LATE if isinstance(error, TimeoutError) else format_error(error)
             for process in list(self._pool._processes.values()):
                 process.kill()
             return None

@@ -71,7 +71,7 @@ def test_a_shared_sweep_is_measured_beside_one_that_is_not(tmp_path, monkeypatch
     assert (one.path, two.path, two.baseline, two.unit) == ("1 worker", "2 workers", "1 worker", "cells/min")
     assert one.workload == two.workload == "model, 2 cells"
     assert len(one.values) == len(two.values) == 2
-    assert not two.falls
+    assert not two.smaller_is_better
 
     options = BenchOptions(sections=("sweep",))
     names = [f"{part}, {model}" for part in ("checkpoints", "kinds of cells", "workers")]
@@ -93,7 +93,7 @@ def test_each_kind_of_cell_has_a_speed_beside_16_bits(tmp_path):
     assert [cell.path for cell in cells] == list(cell_speeds.KINDS)
     assert {cell.baseline for cell in cells} == {"16 bits"}
     assert len({cell.workload for cell in cells}) == 1
-    assert all(len(cell.values) == 2 and min(cell.values) > 0 and not cell.falls for cell in cells)
+    assert all(len(cell.values) == 2 and min(cell.values) > 0 and not cell.smaller_is_better for cell in cells)
 
 
 def other_answers(run_sweep):

@@ -50,7 +50,7 @@ def test_the_gpu_table_needs_torch_triton_and_numpy_alone():
     code = """
 from diffquant.benchmarks import contest, decode, linears, peers, roofline, tune, workloads
 from research.bench.gpu import groups, ratios
-print(len(groups.groups()), len(tune.shipped_configs()) > 0, *contest.SECTIONS)
+print(len(groups.groups()), len(tune.active_configs()) > 0, *contest.SECTIONS)
 """
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(packages=NOT_ON_GPU_MACHINES) + code],

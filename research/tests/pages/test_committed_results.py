@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from diffquant.data import pocket_models
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 from research.pages.raw import BENCHED, RESULTS, TRAININGS, folder, raw
 from research.pages.render import ROOT
 from tests.docs.commands import PAGES as GUIDES
@@ -52,7 +52,7 @@ def test_results_of_trees_with_uncommitted_changes_are_named():
     places = [ROOT / place for place in (RESULTS, BENCHED, TRAININGS)]
     # The record of README's commands names the tree that the tutorial's were recorded in.
     files = [file for place in places for file in place.rglob("*.json*") if file.name != "transcripts.json"]
-    changed = {str(file.parent.relative_to(ROOT)) for file in files if "+changes" in read_stored_text(file)}
+    changed = {str(file.parent.relative_to(ROOT)) for file in files if "+changes" in read_text_or_xz(file)}
     assert not {place for place in changed if f"`{place}/`" not in claims}
 
 

@@ -10,7 +10,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.support.files import read_stored_text
+from diffquant.support.files import read_text_or_xz
 from research.figure8 import plan
 from research.pages import __main__ as program
 from research.pages import raw, render
@@ -35,7 +35,7 @@ def test_every_page_is_what_its_template_renders(rendered):
 
 
 def test_each_page_of_results_has_a_template():
-    pages = {file.name for file in render.HERE.glob("*.md")} - {"READERS.md"}
+    pages = {file.name for file in render.HERE.glob("*.md")}
     assert {f"{page}.j2" for page in pages} | {render.BLOCKS} == {file.name for file in render.HERE.glob("*.j2")}
 
 
@@ -180,7 +180,7 @@ def drawn_of_all(chance):
     files = [file for file in raw_files() if file.endswith(".json") and not file.endswith("transcripts.json")]
     for _ in range(ALTERATIONS):
         file = chance.choice(files)
-        yield file, chance.choice(numbers_in(json.loads(read_stored_text(render.ROOT / file))))
+        yield file, chance.choice(numbers_in(json.loads(read_text_or_xz(render.ROOT / file))))
 
 
 def drawn_of_read(chance, monkeypatch):
@@ -188,7 +188,7 @@ def drawn_of_read(chance, monkeypatch):
     seen = Seen()
 
     def noted(file):
-        return seen.of(json.loads(read_stored_text(file)), str(file.relative_to(render.ROOT)).removesuffix(".xz"))
+        return seen.of(json.loads(read_text_or_xz(file)), str(file.relative_to(render.ROOT)).removesuffix(".xz"))
 
     with monkeypatch.context() as patched:
         for module in (raw, plan, formats):
@@ -213,7 +213,7 @@ def altered(tmp_path, monkeypatch, rendered):
     monkeypatch.setattr(raw, "ROOT", tmp_path)
 
     def once(file, path, by):
-        data = json.loads(read_stored_text(tmp_path / file))
+        data = json.loads(read_text_or_xz(tmp_path / file))
         alter(data, path, by)
         stored = next(each for each in (tmp_path / file, tmp_path / f"{file}.xz") if each.exists())
         kept = stored.read_bytes()

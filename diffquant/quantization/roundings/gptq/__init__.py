@@ -14,7 +14,10 @@ from diffquant.support.progress import Progress
 
 
 class Gptq(Rounding):
-    """GPTQ: error compensation with the inputs' second moments; weights outside the layers are rounded as by `mse`."""
+    """GPTQ: error compensation with the inputs' second moments.
+
+    Weights outside the decoder layers, such as the head's, are rounded as by `mse`.
+    """
 
     name = "gptq"
     needs_text = True
@@ -46,7 +49,10 @@ register(Gptq())
 
 
 class Tuned(Rounding):
-    """Gradient descent on all codes and scales of a layer; weights outside the layers are rounded as by `mse`."""
+    """Gradient descent on all codes and scales of a decoder layer, starting from those of `gptq`.
+
+    Weights outside the decoder layers, such as the head's, are rounded as by `mse`.
+    """
 
     name = "tuned"
     needs_text = True

@@ -26,7 +26,7 @@ _PASSES = 2
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Second moments of a layer's inputs X [N, in].
+    """Second moments of a linear module's inputs X [N, in], and the order in which its weight's columns are rounded.
 
     Attributes:
         products: XᵀX [in, in] float32, damped.
@@ -40,9 +40,10 @@ class Inputs:
 
     @classmethod
     def of(cls, products: Tensor, by_activation: bool = False) -> "Inputs":
-        """Return damped second moments with their factor.
+        """Compute `factor` and `order` from damped second moments.
 
         Args:
+            products: as in the attributes.
             by_activation: whether columns are rounded in descending order of their inputs' second moments.
         """
         if by_activation:
@@ -90,7 +91,7 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
         dtype: dtype of the stored scale.
 
     Returns:
-        Codes int8 [rows, in], and the scale [rows, in/g] or [rows, 1].
+        Codes int8 [rows, in], and scales [rows, in/g] for groups of g inputs, or [rows, 1].
     """
     # Columns are processed one after another, so each is made contiguous.
     columns, size = values.mT.contiguous(), scheme.size or values.shape[1]
@@ -106,7 +107,18 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
 def round_in_one_pass(
     values: Tensor, factor: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Run GPTQ's pass over values [in, rows] and return codes float32 [in, rows] and scales [in/size, rows]."""
+    """Run GPTQ's pass over some rows of a weight, with columns in the stored order.
+
+    Args:
+        values: [in, rows] float32, the transposed rows.
+        factor: as in `Inputs`.
+        levels: number format of the codes.
+        size: number of neighbouring columns of the weight that share a scale.
+        dtype: dtype of the stored scales.
+
+    Returns:
+        Levels float32 [in, rows], and scales [in/size, rows].
+    """
     codes, scales = torch.empty_like(values), torch.empty(len(values) // size, values.shape[1], dtype=dtype)
     # Loss per squared error in a column, after later columns have compensated for it.
     costs, diagonal = factor.diagonal().square().reciprocal(), factor.diagonal().tolist()
@@ -119,7 +131,7 @@ def round_in_one_pass(
 
     def settle(column: int) -> Tensor:
         weight, code = work[column], codes[column]
-        levels.nearest_(torch.div(weight, divisors, out=code))
+        levels.round_to_all_levels_(torch.div(weight, divisors, out=code))
         return torch.addcmul(weight, code, divisors, value=-1).div_(diagonal[column])
 
     _walk(work, factor, size, start, settle)
@@ -129,9 +141,12 @@ def round_in_one_pass(
 def round_in_order(
     values: Tensor, inputs: Inputs, order: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Run GPTQ's pass with columns in another order; return codes float32 [in, rows] and scales [in/size, rows].
+    """Run GPTQ's pass as `round_in_one_pass` does, but with the weight's columns in the given order.
 
-    Groups are of neighbours in the stored order, so their scales are chosen before the pass.
+    A group consists of neighbours in the stored order, so scales are chosen before the pass.
+
+    Args:
+        order: int64 [in], indices of the columns in the order in which they are rounded.
     """
     groups, weights = values.unflatten(0, (-1, size)), inputs.products.diagonal().unflatten(0, (-1, size))
     scales = torch.cat([search_scale(g.mT, levels, dtype, w).mT for g, w in zip(groups, weights, strict=True)])
@@ -174,7 +189,7 @@ def _descend(
     def settle(column: int) -> Tensor:
         code, step = codes[column], scales[column // size]
         new = torch.addcdiv(code, pull[column], step, value=1 / diagonal[column])
-        levels.nearest_(new)
+        levels.round_to_all_levels_(new)
         moved = torch.sub(new, code).mul_(step)
         code.copy_(new)
         return moved

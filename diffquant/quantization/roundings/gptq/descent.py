@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.model.walk import Walk
-from diffquant.quantization.roundings.gptq.layer_inputs import ActivationStore, Kept
+from diffquant.quantization.roundings.gptq.layer_inputs import ActivationStore, StoredActivations
 from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made, States, run_layer
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.scheme import Scheme
@@ -38,7 +38,7 @@ class _Ladder:
         self.last = self.first + len(levels) - 1
         # Change of the level per code; for uneven levels, half the distance between both neighbours.
         around = torch.tensor((2 * levels[0] - levels[1], *levels, 2 * levels[-1] - levels[-2]))
-        self._steps = None if number_format.is_even else (around[2:] - around[:-2]) / 2
+        self._steps = None if number_format.has_integer_levels else (around[2:] - around[:-2]) / 2
 
     def levels(self, codes: Tensor) -> Tensor:
         """Return the levels of codes, which are whole numbers in float32."""
@@ -147,8 +147,9 @@ def tune_layer(
     """Tune the codes and scales of a rounded layer together, and keep the result if it lowers the layer's error.
 
     Args:
-        states: input batches of the layer; they are replaced by its outputs with the final codes and scales.
-        exact: the 16-bit model's output for each batch.
+        weights: weights of the layer, with codes and scales.
+        states: inputs of the layer, one item per batch; replaced by its outputs with the final codes and scales.
+        exact: outputs of the layer in the 16-bit model, one item per batch.
         store: store for the layer's outputs.
         seed: seed of the order of batches.
     """
@@ -160,8 +161,8 @@ def tune_layer(
     latents = {module: _Latent(weight, made, scheme) for module, weight, made, scheme in weights.rounded_modules()}
     _descend(_Output(walk, weights.layer), weights, latents, states, exact, seed)
     for module, latent in latents.items():
-        weights.take(module, latent.to_codes())
-    tuned, of_tuned = list[Kept[Any]](), 0.0
+        weights.set_rounded(module, latent.to_codes())
+    tuned, of_tuned = list[StoredActivations[Any]](), 0.0
     for output, error in _outputs(walk, weights.layer, states, exact):
         tuned.append(store.keep(output))
         of_tuned += error
@@ -170,7 +171,7 @@ def tune_layer(
         return
     del tuned
     for module, made in before.items():
-        weights.take(module, made)
+        weights.set_rounded(module, made)
     run_layer(walk, weights.layer, states, store)
 
 
@@ -200,7 +201,7 @@ def _descend(
     for batch in islice(_shuffle(len(states), seed), _STEPS):
         state, target = states[batch].get(), output.hidden(exact[batch].get())
         with torch.enable_grad():
-            tried = {f"layer.{name}.weight": weights.in_order(name, latent()) for name, latent in latents.items()}
+            tried = {f"layer.{name}.weight": weights.reorder(name, latent()) for name, latent in latents.items()}
             lost = torch.func.functional_call(output, tried, (state,)) - target
             lost.square().mean().backward()
         optimizer.step()

@@ -32,14 +32,14 @@ class Moments:
 
     Attributes:
         products: XᵀX [in, in].
-        lost: (Y - X)ᵀX [in, in] for the same input Y in the 16-bit model, or None if that is not measured.
+        lost: (Y - X)ᵀX [in, in], where Y [N, in] is the module's input in the 16-bit model; or None if not measured.
     """
 
     products: Tensor = field(default_factory=lambda: torch.zeros(()))
     lost: Tensor | None = None
 
     def add(self, x: Tensor, exact: Tensor | None = None) -> None:
-        """Add a batch's input [N, in] and, if given, the same input in the 16-bit model."""
+        """Add a batch's input x [N, in] and, if given, the module's input `exact` [N, in] in the 16-bit model."""
         self.products = self.products + x.mT @ x
         if exact is not None:
             lost = (exact - x).mT @ x
@@ -47,10 +47,10 @@ class Moments:
 
 
 def group_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:
-    """Run a layer and return the names of its linear modules, grouped by shared input, in the order of their calls.
+    """Run a layer on its input `state`, and group its linear modules by their input.
 
     Returns:
-        The groups of names, and the layer's output for `state`.
+        Names of the modules that share each input, in the order of their calls; and the layer's output.
     """
     called: list[tuple[str, Tensor]] = []
     names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
@@ -68,14 +68,14 @@ def group_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[l
 def collect_inputs(
     walk: Walk[State], layer: nn.Module, modules: Sequence[str], state: State
 ) -> tuple[Mapping[str, Tensor], State]:
-    """Run a layer and return the inputs [N, in] of some modules by name, and the layer's output."""
+    """Run a layer on its input `state`; return the inputs [N, in] of some modules by name, and the layer's output."""
     seen: dict[str, Tensor] = {}
     with _hooks(layer, modules, lambda name, x: seen.update({name: x.flatten(0, -2)})):
         return seen, walk.run(layer, state)
 
 
 def input_of(walk: Walk[State], layer: nn.Module, module: str, state: State) -> Tensor:
-    """Return the input [N, in] of a module, without running the rest of the layer after it."""
+    """Run a layer on its input `state`, but only up to a module, and return the module's input [N, in]."""
     seen: list[Tensor] = []
 
     def stop(_name: str, x: Tensor) -> None:
@@ -108,8 +108,8 @@ def _hooks(layer: nn.Module, modules: Sequence[str], see: Callable[[str, Tensor]
             hook.remove()
 
 
-class Kept(Generic[State]):
-    """A batch's activations in memory or in a file, which are freed when this object is garbage-collected."""
+class StoredActivations(Generic[State]):
+    """A batch's activations, in memory or in a file; memory or file is freed when this object is garbage-collected."""
 
     def __init__(self, state: State | None, file: Path | None) -> None:
         self._state, self._file = state, file
@@ -131,7 +131,7 @@ class ActivationStore:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._numbers = count()
 
-    def keep(self, state: State) -> Kept[State]:
+    def keep(self, state: State) -> StoredActivations[State]:
         """Keep a batch's activations in memory, or on disk if they exceed the budget.
 
         Raises:
@@ -150,20 +150,20 @@ class ActivationStore:
                 f"the text's activations do not fit into {place or tempfile.gettempdir()} ({error}); set TMPDIR to a "
                 "folder on a larger disk, or read fewer tokens"
             ) from error
-        kept = Kept[State](None, file)
+        kept = StoredActivations[State](None, file)
         weakref.finalize(kept, file.unlink, missing_ok=True)
         return kept
 
-    def hold(self, state: State) -> Kept[State] | None:
-        """Keep activations in memory, or return None if they need more than half of the remaining budget."""
+    def keep_in_memory(self, state: State) -> StoredActivations[State] | None:
+        """Keep a batch's activations in memory; return None if they need more than half of the remaining budget."""
         return self._keep_if_fits(state, self.free // 2)
 
-    def _keep_if_fits(self, state: State, most: int) -> Kept[State] | None:
+    def _keep_if_fits(self, state: State, most: int) -> StoredActivations[State] | None:
         size = sum(tensor.nbytes for tensor in _tensors(state))
         if size > most:
             return None
         self.free -= size
-        kept = Kept(state, None)
+        kept = StoredActivations(state, None)
         weakref.finalize(kept, self._give_back, size)
         return kept
 

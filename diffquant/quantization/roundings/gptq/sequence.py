@@ -18,8 +18,8 @@ from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damp, retargeting
 from diffquant.quantization.roundings.gptq.layer_inputs import (
     ActivationStore,
-    Kept,
     Moments,
+    StoredActivations,
     collect_inputs,
     group_by_input,
     input_of,
@@ -34,7 +34,7 @@ BATCH_TOKENS = 512
 _ROWS = 2048
 
 Made = tuple[Tensor, Tensor]
-States = list[Kept[Any]]
+States = list[StoredActivations[Any]]
 # (walk, weights of a rounded layer, its inputs, its target outputs, store): refines the codes and scales, and replaces
 # the inputs by the layer's new outputs.
 Finish = Callable[[Walk[Any], "LayerWeights", States, States, ActivationStore], None]
@@ -60,6 +60,9 @@ def round_layers(
         calibration: calibration data.
         finish: function called with each rounded layer before the next layer runs.
         batch_tokens: number of tokens per batch, at least one window.
+
+    Returns:
+        A rounder with the codes and scales of all rounded weights in the layers.
 
     Raises:
         DiffQuantError: the checkpoint cannot be read.
@@ -89,7 +92,15 @@ def round_layers(
 
 
 class LayerWeights:
-    """Access to one layer's weights, both in the checkpoint and in the running model."""
+    """Rounds the weights of one decoder layer, and sets the dequantized weights in the running model.
+
+    Args:
+        source: checkpoint from which the 16-bit weights are read.
+        schemes, settings: as in `round_layers`.
+        layer: the layer in the running model.
+        prefix: name of the layer, such as "model.layers.3".
+        made: mapping to which codes and scale of each rounded weight are added, by the checkpoint's name.
+    """
 
     def __init__(
         self,
@@ -108,7 +119,12 @@ class LayerWeights:
         return self._stored_name(module).removesuffix(".weight") in self._schemes
 
     def round(self, modules: Sequence[str], moments: Moments) -> None:
-        """Round the weights of modules that share an input, and set the rounded weights in the running model."""
+        """Round the weights of modules that share an input, and set them in the running model.
+
+        Args:
+            modules: names of the modules in the layer; those without a scheme are skipped.
+            moments: second moments of their input.
+        """
         products = damp(moments.products)
         inputs = Inputs.of(products, by_activation=self.settings.order == "activation")
         moved = None if moments.lost is None else retargeting(products, moments.lost)
@@ -119,7 +135,7 @@ class LayerWeights:
             }
             for module, blocks in under_way.items():
                 codes, scales = zip(*(block.result() for block in blocks), strict=True)
-                self.take(module, (torch.cat(codes), torch.cat(scales)))
+                self.set_rounded(module, (torch.cat(codes), torch.cat(scales)))
 
     def _rows(self, module: str) -> Sequence[Tensor]:
         rows: Sequence[Tensor] = self._source.checkpoint.read(self._stored_name(module)).split(_ROWS)
@@ -128,15 +144,15 @@ class LayerWeights:
     def _round_rows(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
         name = self._stored_name(module)
         values, scheme = rows.float(), self._bound_scheme(name)
-        dtype = scheme.format.scale_dtype(self._source.checkpoint.written_dtype(name))
+        dtype = scheme.format.scale_dtype(self._source.checkpoint.output_dtype(name))
         return compensate(values if moved is None else values + values @ moved, inputs, scheme, dtype)
 
-    def take(self, module: str, made: Made) -> None:
+    def set_rounded(self, module: str, made: Made) -> None:
         """Record a module's codes and scale, and set its dequantized weight in the running model."""
         name = self._stored_name(module)
         self._made[name] = made
-        scheme, dtype = self._scheme(name), self._source.checkpoint.written_dtype(name)
-        self.layer.get_submodule(module).weight.data = self.in_order(module, decode_codes(*made, scheme).to(dtype))
+        scheme, dtype = self._scheme(name), self._source.checkpoint.output_dtype(name)
+        self.layer.get_submodule(module).weight.data = self.reorder(module, decode_codes(*made, scheme).to(dtype))
 
     def rounded_modules(self) -> Iterator[tuple[str, Tensor, Made, Scheme]]:
         """Yield each rounded module's name, 16-bit weight [out, in], codes and scale, and scheme."""
@@ -145,8 +161,8 @@ class LayerWeights:
             if self.is_rounded(module) and name in self._made:
                 yield module, self._source.checkpoint.read(name).float(), self._made[name], self._bound_scheme(name)
 
-    def in_order(self, module: str, weight: Tensor) -> Tensor:
-        """Return a checkpoint's weight [out, in] in float32, with its rows in the model's order."""
+    def reorder(self, module: str, weight: Tensor) -> Tensor:
+        """Return a weight [out, in] of the checkpoint in float32, with its rows in the order of the running model."""
         order = self._source.adapter.row_order(self._name(module))
         return weight.float() if order is None else weight.float()[order]
 
@@ -156,7 +172,7 @@ class LayerWeights:
     def _bound_scheme(self, name: str) -> Scheme:
         """Return a weight's scheme, bound to its largest magnitude if the format has a scale per tensor."""
         scheme = self._scheme(name)
-        return scheme.bound_to(self._magnitudes.of(name)) if scheme.format.spans_tensor else scheme
+        return scheme.with_tensor_scale(self._magnitudes.of(name)) if scheme.format.spans_tensor else scheme
 
     def _stored_name(self, module: str) -> str:
         return self._source.adapter.source_name(self._name(module))
@@ -166,7 +182,7 @@ class LayerWeights:
 
 
 def run_layer(walk: Walk[Any], layer: nn.Module, states: States, store: ActivationStore, first: int = 0) -> None:
-    """Run a layer and replace its inputs in `states` by its outputs, from batch number `first` on."""
+    """Run a layer on the batches in `states`, from number `first` on, and replace each batch by the layer's output."""
     for number in range(first, len(states)):
         states[number] = store.keep(walk.run(layer, states[number].get()))
 
@@ -203,11 +219,11 @@ def _round_in_turn(
     16-bit outputs. The 16-bit inputs of modules are cached if they fit into memory, and recomputed for the other
     batches.
     """
-    layer, held = weights.layer, list[Kept[dict[str, Tensor]]]()
+    layer, held = weights.layer, list[StoredActivations[dict[str, Tensor]]]()
     is_target = weights.settings.target != "layer"
     for number, state in enumerate(exact if is_target else ()):
         seen, output = collect_inputs(walk, layer, [names[0] for names in groups], state.get())
-        if (kept := store.hold(dict(seen))) is None:
+        if (kept := store.keep_in_memory(dict(seen))) is None:
             break
         held.append(kept)
         exact[number] = store.keep(output)

@@ -31,7 +31,7 @@ class NumberFormat(ABC):
         quantizes: whether values are rounded; False only for 16 bits.
         block: number of neighbouring values that share a scale, or None if the scheme sets it.
         spans_tensor: whether each scale of a weight depends on the largest magnitude of the whole weight.
-        fits_errors: whether scales minimize the rounding error, so the largest magnitude alone does not define them.
+        fits_errors: whether scales minimize the rounding error, so that they depend on more than the largest magnitude.
         trials: multiples of the absmax scale that error-minimizing roundings try; empty for the width's default.
         has_tiles: whether a weight may have one scale per square block.
     """
@@ -57,7 +57,7 @@ class NumberFormat(ABC):
         return self.levels[0]
 
     @property
-    def reach(self) -> float:
+    def clip_limit(self) -> float:
         """Largest magnitude, in units of the scale, that is not clipped: half a step beyond the last level."""
         return self.largest + (self.largest - self.levels[-2]) / 2
 
@@ -67,7 +67,7 @@ class NumberFormat(ABC):
         return len(self.levels) - 1
 
     @cached_property
-    def is_even(self) -> bool:
+    def has_integer_levels(self) -> bool:
         """Whether codes equal levels, so that arithmetic on codes is valid."""
         return self.levels == tuple(range(int(self.lowest), int(self.largest) + 1))
 
@@ -83,7 +83,7 @@ class NumberFormat(ABC):
 
     @property
     def bits(self) -> int:
-        """Width of the codes of an integer format; 16 for the unquantized format.
+        """Number of bits of an integer format's codes; 16 for the unquantized format.
 
         Raises:
             UsageError: this is not an integer format.
@@ -93,7 +93,7 @@ class NumberFormat(ABC):
     # What a scale is.
 
     def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
-        """Return the dtype of the scales of a weight whose unquantized dtype is `dtype`; always 16 bits.
+        """Return the dtype of the scales of a weight whose unquantized dtype is `dtype`: by default one of 16 bits.
 
         A 16-bit dtype is kept. Wider dtypes become bfloat16, which has float32's range, so that no scale overflows.
         """
@@ -105,7 +105,7 @@ class NumberFormat(ABC):
         """Return the dtype of the stored scale tensor of a weight whose unquantized dtype is `dtype`."""
         return self.scale_dtype(dtype)
 
-    def reads_scale(self, dtype: "torch.dtype") -> bool:
+    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
         """Return whether scales in a checkpoint may have this dtype."""
         return dtype.is_floating_point and dtype.itemsize > 1
 
@@ -133,9 +133,9 @@ class NumberFormat(ABC):
         return to_storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)
 
     def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return the storable scale closest to a computed one, which may be negative.
+        """Round scales, which may be negative, to the nearest values that a checkpoint can store.
 
-        The result is limited so that scale · lowest level does not overflow.
+        They are limited so that scale · lowest level does not overflow.
         """
         import torch
 
@@ -145,7 +145,7 @@ class NumberFormat(ABC):
         limit = numbers.max / -self.lowest * (1 - numbers.eps)
         return to_storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
 
-    def bound_to(self, largest: "Tensor") -> "NumberFormat":
+    def with_tensor_scale(self, largest: "Tensor") -> "NumberFormat":
         """Return this format with the tensor scale of one weight, or itself if the format has no tensor scale.
 
         Args:
@@ -202,12 +202,12 @@ class NumberFormat(ABC):
         """Round values, already divided by their scale, to the nearest levels in place."""
         return ratio.copy_(self.values(self.codes(ratio, ratio.new_ones(())), ratio.dtype))
 
-    def nearest_(self, ratio: "Tensor") -> "Tensor":
-        """Like `round_to_levels_`, but also use the levels that absmax leaves unused."""
+    def round_to_all_levels_(self, ratio: "Tensor") -> "Tensor":
+        """Round values, already divided by their scale, in place to the nearest levels, also those unused by absmax."""
         return self.round_to_levels_(ratio)
 
     def decode(self, codes: "Tensor", scale: "Tensor") -> "Tensor":
-        """Return levels · scale in the scale's dtype, as every reader of the checkpoint computes it."""
+        """Dequantize codes: return level · scale in the scale's dtype, as every reader of a checkpoint computes it."""
         return self.values(codes, scale.dtype) * scale
 
     # Codes and bytes.
@@ -264,7 +264,7 @@ class NumberFormat(ABC):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """The entry `weights` of a compressed-tensors config group. Readers refuse a folder with an unknown type."""
+        """Type and number of bits in a compressed-tensors config group; readers refuse folders with an unknown type."""
         return {"type": self.name}
 
     def strategy(self, granularity: str) -> str:
@@ -290,7 +290,8 @@ def register(number_format: NumberFormat) -> None:
     """Register a format, so that schemes can use its name.
 
     Raises:
-        UsageError: the name is taken or not allowed, or the levels are not.
+        UsageError: the name is taken, or does not consist of lowercase letters, digits and underscores; or the levels
+            are not ascending, lack 0, or are more than 256.
     """
     name, levels = number_format.name, number_format.levels
     if name in FORMATS:

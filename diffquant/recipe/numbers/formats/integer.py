@@ -23,7 +23,7 @@ class Integer(NumberFormat):
 
     layout = PACK_QUANTIZED
     integer_refusal = None
-    is_even = True
+    has_integer_levels = True
 
     def __init__(self, bits: int) -> None:
         self.name, self._bits = str(bits), bits
@@ -45,7 +45,7 @@ class Integer(NumberFormat):
         """Round to integers in place, without clamping, because absmax scales never exceed the largest code."""
         return ratio.round_()
 
-    def nearest_(self, ratio: "Tensor") -> "Tensor":
+    def round_to_all_levels_(self, ratio: "Tensor") -> "Tensor":
         return ratio.round_().clamp_(self.lowest, self.largest)
 
     @property
@@ -57,10 +57,10 @@ class Integer(NumberFormat):
 
 
 class IntegerBytes(Integer):
-    """Integers of 8 bits, each stored as a byte of the weight itself, as kernels with rounded activations read them.
+    """Integers of 8 bits, stored as an int8 tensor with the weight's name, for kernels that multiply rounded inputs.
 
-    Schemes call it "8", too: a weight is stored so where a recipe rounds its inputs. The layout is compressed-tensors'
-    int-quantized.
+    Its name in schemes is "8", like that of packed integers. A weight is stored in this format if the recipe rounds the
+    inputs of its module. The layout is compressed-tensors' int-quantized.
     """
 
     layout = INT_QUANTIZED

@@ -39,7 +39,7 @@ class Minifloat(NumberFormat):
 
     @property
     def width(self) -> int:
-        """Bits of a code."""
+        """Number of bits of a code."""
         return 1 + self._exponent + self._mantissa
 
     @cached_property
@@ -102,7 +102,7 @@ class Minifloat(NumberFormat):
 
 
 class Float8(Minifloat):
-    """An 8-bit float for which torch has a dtype, in which weights are stored.
+    """An 8-bit float for which torch has a dtype; weights are stored in this dtype.
 
     Codes of infinity and NaN are read as NaN.
 
@@ -158,7 +158,7 @@ class Microscaled(Minifloat):
     trials = (2.0, 1.0, 0.5)
 
     def __init__(self, name: str, exponent: int, mantissa: int, largest: float, raised_from: float = 2.0) -> None:
-        """Return a format.
+        """Make a format.
 
         Args:
             raised_from: mantissa, in [1, 2), of the largest magnitude from which its exponent is raised by one.
@@ -188,7 +188,7 @@ class Microscaled(Minifloat):
 
         return torch.uint8
 
-    def reads_scale(self, dtype: "torch.dtype") -> bool:
+    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
         import torch
 
         return dtype == torch.uint8

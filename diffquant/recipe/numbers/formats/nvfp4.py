@@ -39,7 +39,7 @@ class Nvfp4(Minifloat):
         super().__init__(name, 2, 1, 6)
         self._tensor_scale = tensor_scale
 
-    def bound_to(self, largest: "Tensor") -> "Nvfp4":
+    def with_tensor_scale(self, largest: "Tensor") -> "Nvfp4":
         """Return the format for one weight, with tensor scale 448 · 6 / its largest magnitude."""
         import torch
 
@@ -61,7 +61,7 @@ class Nvfp4(Minifloat):
 
         return torch.float8_e4m3fn
 
-    def reads_scale(self, dtype: "torch.dtype") -> bool:
+    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
         import torch
 
         return dtype == torch.float8_e4m3fn

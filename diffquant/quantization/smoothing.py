@@ -1,0 +1,114 @@
+"""Finds factors for the input channels of linear layers, by which less is lost when the inputs are rounded to 8 bits.
+
+`convert --to smoothed` divides each input channel by its factor, in the norm or projection before the layer, and
+multiplies the weights' columns. The factors are powers of two, so that the model computes the same numbers in any
+dtype.
+
+Sources: SmoothQuant, arXiv 2211.10438, equation 4; the search of its strength for each layer: AWQ, arXiv 2306.00978,
+section 3.2.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffquant.checkpoints.building import build_model
+from diffquant.checkpoints.calibration import read_calibration
+from diffquant.checkpoints.compressed_tensors import decode_codes, weight_codes, weight_scale
+from diffquant.checkpoints.conversions import NORM_BEFORE
+from diffquant.checkpoints.corpora import Sources
+from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.tokens import max_length
+from diffquant.model.inputs import round_inputs
+from diffquant.model.walk import batches
+from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
+from diffquant.recipe.scheme import Scheme
+from diffquant.support.progress import Progress
+
+STRENGTHS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+_TOKENS, _WINDOW, _BATCH_TOKENS = 4096, 512, 2048
+# Tokens of the text on which strengths are compared; largest magnitudes are of all tokens.
+_COMPARED = 512
+_INPUTS, _WEIGHTS = Scheme.parse(8, "row", "activations"), Scheme.parse(8)
+
+
+@torch.no_grad()
+def find_factors(source: Source, text: Sources, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Find the factors of each layer's norms, and of the product that `down_proj` reads, on a text.
+
+    Returns:
+        The factors, powers of two [channels] in float64, by the name of the norm or projection that they divide,
+        without those for which no strength reduces the error; and a record of the text.
+
+    Raises:
+        DiffQuantError: the checkpoint, its tokenizer or the text cannot be read.
+    """
+    tokenizer, config = source.tokenizer, source.architecture
+    window = min(_WINDOW, max_length(config, tokenizer))
+    calibration = read_calibration(text, tokenizer, config, window, _TOKENS)
+    model = build_model(source, torch.float32)
+    walk, glance = model.walk(window), model.walk(2)
+    states = [walk.embed(batch) for batch in batches(calibration.ids, _BATCH_TOKENS)]
+    glimpse = glance.embed(calibration.ids[:1, :2])
+    factors: dict[str, Tensor] = {}
+    for number, layer in enumerate(walk.layers):
+        groups, glimpse = group_by_input(glance, layer, glimpse)
+        inputs: dict[str, list[Tensor]] = {names[0]: [] for names in groups}
+        for place, state in enumerate(states):
+            seen, states[place] = collect_inputs(walk, layer, list(inputs), state)
+            for name, x in seen.items():
+                inputs[name].append(x)
+        for names in groups:
+            if (before := _predecessor(names)) is not None:
+                weights = [layer.get_submodule(name).weight for name in names]
+                found = _search(torch.cat(inputs[names[0]]), weights)
+                if found is not None:
+                    factors[f"model.layers.{number}.{before}"] = found
+        progress(number + 1, len(walk.layers), "smoothing layers")
+    return factors, calibration.record
+
+
+def _predecessor(names: Sequence[str]) -> str | None:
+    """Return the norm or projection whose output is the input of these modules, or None if heads lie between."""
+    part = names[0].rpartition(".")[2]
+    return "mlp.up_proj" if part == "down_proj" else NORM_BEFORE.get(part)
+
+
+def _search(x: Tensor, weights: Sequence[nn.Parameter]) -> Tensor | None:
+    """Return the factors [in] with the least error of 8-bit products x·Wᵀ, or None if it is least without factors.
+
+    Args:
+        x: inputs [N, in] in float32.
+        weights: weights [out, in] that multiply them.
+    """
+    of_inputs = x.abs().amax(0).double()
+    of_weights = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).double()
+    some = x[:: max(1, len(x) // _COMPARED)]
+    best, least = None, _error(some, weights, torch.ones_like(of_inputs))
+    for strength in STRENGTHS:
+        factors = _powers_of_two(of_inputs, of_weights, strength)
+        if (error := _error(some, weights, factors)) < least:
+            best, least = factors, error
+    return best
+
+
+def _powers_of_two(of_inputs: Tensor, of_weights: Tensor, strength: float) -> Tensor:
+    """Return max|x|^strength / max|W|^(1 - strength), rounded to powers of two around 1; 1 for a channel of zeros."""
+    exponent = strength * of_inputs.log2() - (1 - strength) * of_weights.log2()
+    used = (of_inputs > 0) & (of_weights > 0)
+    middle = exponent[used].median() if used.any() else 0.0
+    # Within this range no weight of a half type becomes zero or infinite that was of usual size.
+    return torch.where(used, (exponent - middle).round().clamp(-6, 6), 0.0).exp2()
+
+
+def _error(x: Tensor, weights: Sequence[nn.Parameter], factors: Tensor) -> float:
+    """Return the summed squared error of all products whose inputs and weights are rounded to 8 bits."""
+    rounded = round_inputs(x / factors.float(), _INPUTS)
+    total = 0.0
+    for weight in weights:
+        scaled = weight * factors.float()
+        codes = weight_codes(scaled, scale := weight_scale(scaled, _WEIGHTS), _WEIGHTS)
+        total += float((rounded @ decode_codes(codes, scale, _WEIGHTS).mT - x @ weight.mT).square().sum())
+    return total
