@@ -63,10 +63,7 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 @dataclass
 class Comparison:
-    """Compares an exported folder with its torch reference, in every session and route (see `routes`).
-
-    Tolerance, threads and device are as in `verify`.
-    """
+    """Compares an exported folder with its torch reference in every session and route; options are as in `verify`."""
 
     folder: Path
     manifest: Manifest
@@ -122,9 +119,8 @@ class Comparison:
             try:
                 for route in self._compare_routes(session, model):
                     of_session.append(route)
-                    self._advance(
-                        _WORK_OF_LONG_CONTEXT if route.name == LONG_CONTEXT else 1, f"{session.name}, {route.name}"
-                    )
+                    work = _WORK_OF_LONG_CONTEXT if route.name == LONG_CONTEXT else 1
+                    self._advance(work, f"{session.name}, {route.name}")
             except GraphError as error:
                 if session.is_folder and not of_session:
                     raise CheckpointError(f"ONNX Runtime cannot run {self.folder}: {error}") from error
@@ -200,12 +196,10 @@ class Comparison:
             yield route(name, self._stage_errors(session, self._beginnings, runs), runs)
         if model.cache is not None:
             with self._running(session, IN_PLACE):
-                # The folder is opened once more, unchanged, as `diffquant run` opens it.
-                used = (
-                    OnnxModel(self.folder, self.threads, device=self.device, spins=False)
-                    if session.is_folder
-                    else model
-                )
+                used = model
+                if session.is_folder:
+                    # The folder is opened once more, unchanged, as `diffquant run` opens it.
+                    used = OnnxModel(self.folder, self.threads, device=self.device, spins=False)
                 runs = run_last_positions(used, self._beginnings)
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
         # Rounded activations affect only matmuls, all kinds of which the routes above run; the graph is the same.
