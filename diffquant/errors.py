@@ -26,7 +26,7 @@ class CheckpointError(DiffQuantError):
 
 
 class UnknownModelTypeError(CheckpointError):
-    """No adapter reads this `model_type`."""
+    """diffquant has no adapter for this `model_type`."""
 
 
 class GroupSizeError(CheckpointError):
@@ -38,7 +38,7 @@ class NonFiniteError(CheckpointError):
 
 
 class OutputExistsError(DiffQuantError):
-    """The destination is already there and it may not be overwritten."""
+    """The output already exists and may not be overwritten."""
 
 
 class NotFiredError(DiffQuantError):

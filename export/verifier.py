@@ -251,7 +251,7 @@ def _first_difference(made: FunctionProto, found: FunctionProto) -> str:
         for name in sorted({*pairs[0], *pairs[1]}):
             a, b = (_text(each.get(name)) for each in pairs)
             if a != b:
-                return f"by its attributes {given.op_type}'s {name} is {a}, and in the function body {b}"
+                return f"{given.op_type}'s {name} is {a} in its attributes, but {b} in its function body"
         return f"its attributes make another function body, from {', '.join(wanted.output)} on"
     return "its attributes make another function body than the file has"
 

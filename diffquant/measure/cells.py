@@ -28,14 +28,14 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration of one model.
+    """A configuration of a model: what is quantized, and how.
 
     Attributes:
         model: path of the checkpoint, or of an exported folder.
         target: name of what is quantized; "" at 16 bits, `RECIPE` for a recipe file, `EXPORTED` for an exported folder.
         bits: width of the target's codes in bits; 0 for a recipe.
-        granularity: granularity as in a scheme's text, a recipe's name, or the full precision of an exported folder;
-            "" at 16 bits.
+        granularity: granularity in a scheme's notation, such as "row:shift"; a recipe's name; the precision of an
+            exported folder as text; or "" at 16 bits.
         recipe: recipe to simulate; empty for an exported folder.
         compared_with: model whose 16-bit results it is compared with, if any.
     """
@@ -76,18 +76,18 @@ class Point:
 
     @property
     def panel(self) -> str:
-        """Title of its panel in plots, such as "attention logits, per row with shift"."""
+        """Title of the plot panel that shows it, such as "attention logits, per row with shift"."""
         return ", ".join(filter(None, (self.title, self.sharing)))
 
     @property
     def label(self) -> str:
-        """Target and scheme, such as "logits 4:row"."""
+        """Target and scheme, such as "logits 4:row", or "16 bits"."""
         return f"{self.target} {self.scheme}" if self.target else "16 bits"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One task on one configuration, with all that its result depends on, its file, and the result once measured.
+    """One measurement of a sweep: a task on a configuration, what the result depends on, and the result.
 
     Attributes:
         task: name of the task.
@@ -95,7 +95,7 @@ class Cell:
         error: message of the error if it failed.
         key: everything that the result depends on, as plain data; the file's name is a hash of it. A cell read from
             sweep.json has only the digest of the code, or nothing if the file is old.
-        folder: folder of the cells' files.
+        folder: folder that holds the files of all cells.
     """
 
     point: Point
@@ -132,7 +132,7 @@ class Cell:
         return self.folder / f"{self.name}.lock"
 
     def read(self) -> TaskResult | None:
-        """Return the stored result, or None if there is none or its file is damaged."""
+        """Return the stored result, or None if its file is missing, damaged or of another cell."""
         try:
             entry = parse_json(read_bytes(self.path))
             if entry["key"] != self.key or entry["sha256"] != plain_digest(entry["result"]):

@@ -27,7 +27,7 @@ class Scores:
     """One number per item, and each item's weight in the mean; weights are equal by default.
 
     Attributes:
-        unit: a key of `UNITS`.
+        unit: unit of the values, a key of `UNITS`; empty for a plain number.
     """
 
     values: Sequence[float]
@@ -45,7 +45,7 @@ class Scores:
 
     @property
     def nonfinite_items(self) -> list[int]:
-        """Indices of the items without a finite number."""
+        """Indices of the items whose value is NaN or infinite."""
         return [place for place, value in enumerate(self.values) if not math.isfinite(value)]
 
 
@@ -57,7 +57,7 @@ class Outcome:
         name: name of the configuration; empty if the run has only one.
         asked: settings that determine the items; two outcomes can be compared only if these settings are equal.
         ids: ids of the items, or of a text's windows, in an order that depends only on the items.
-        scores: scores by the measure's name, the most sensitive first.
+        scores: scores by name of the measure (margin, NLL or a metric), the most sensitive first.
         prompts: digest of the prompts, or None if the items determine them.
     """
 
@@ -71,11 +71,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two outcomes compared by one measure: both means, and the paired difference after - before with 95 % interval.
+    """The comparison of two outcomes by one measure.
 
     Attributes:
-        outcomes: outcomes before and after.
-        gained, lost: items that became right, and that became wrong, or None if items are not simply right or wrong.
+        outcomes: the two outcomes, before and after.
+        measure: name of the measure.
+        unit: unit of its values, a key of `UNITS`.
+        n: number of items.
+        before, after: mean over the items of each outcome.
+        difference: mean of the paired differences after - before, with its 95 % interval.
+        gained, lost: ids of items that became right, and that became wrong, or None if items are not right or wrong.
     """
 
     outcomes: tuple[Outcome, Outcome]
@@ -104,7 +109,12 @@ class Comparison:
 
 
 def make_outcome(name: str, task: str, identity: JsonObject, result: TaskResult) -> Outcome:
-    """Make the outcome of a sweep's cell; the task's identity determines its items."""
+    """Make an outcome from the result of a sweep's cell.
+
+    Args:
+        name: name of the configuration.
+        identity: result of `Task.identity`, which determines the items.
+    """
     details = result.details
     asked = {field: value for field, value in identity.items() if field not in _NOT_ASKED}
     # Needles and windows depend on the tokenizer, which the identity does not name.
@@ -128,7 +138,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
         UsageError: their tasks, items or texts differ, or they share no measure that is finite for every item.
     """
     if before.task != after.task:
-        raise UsageError(f"A is of task {before.task} and B is of {after.task}; give two results of the same task")
+        raise UsageError(f"A is a result of {before.task} and B of {after.task}; give two results of the same task")
     differing = [
         f"{name}: {before.asked.get(name, 'absent')} and {after.asked.get(name, 'absent')}"
         for name in dict.fromkeys([*before.asked, *after.asked])
@@ -141,8 +151,8 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
         )
     if list(before.ids) != list(after.ids):
         raise UsageError(
-            f"{before.task}: A has scores of {len(before.ids)} items and B has {len(after.ids)}, which cannot be "
-            "paired; measure both again"
+            f"{before.task}: A has scores of {len(before.ids)} items and B of {len(after.ids)}, which cannot be "
+            "compared item by item; measure both again"
         )
     shared = [name for name in before.scores if name in after.scores]
     sound = [
@@ -150,7 +160,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
     ]
     if not shared:
         found = "; ".join(", ".join(outcome.scores) or "none" for outcome in (before, after))
-        raise UsageError(f"{before.task}: A and B have no scores of items in common ({found})")
+        raise UsageError(f"{before.task}: A and B have no measure in common ({found}); measure both again")
     if not sound:
         raise UsageError(f"nothing to compare: {first_few(left_out(before, after))}")
     return [_compare_measure(name, before, after) for name in sound]
@@ -189,10 +199,10 @@ _DEFAULT_FILTER = "none"
 
 
 def read_samples(path: Path) -> Outcome:
-    """Read a model's scores on one lm-eval task: every metric of every document, NaN if it is not a number.
+    """Read a samples_*.jsonl of lm-eval: every metric of every document, NaN if it is not a number.
 
-    If a document's choices were scored by log-probability, the margin of the right one is included. Documents are
-    sorted by id, since the order of the lines depends on how many processes lm-eval used.
+    If choices were scored by log-probability, the margin of the right choice over the most likely wrong one is also
+    included. Documents are sorted by id, since the order of the lines depends on how many processes lm-eval used.
 
     Raises:
         UsageError: the file cannot be read, or has lines that are not samples (the message counts them all).
@@ -215,7 +225,9 @@ def read_samples(path: Path) -> Outcome:
     first = dict(sorted(next(iter(by_filter.values())).items(), key=lambda item: _place(item[0])))
     uneven = [name for name, documents in by_filter.items() if documents.keys() != first.keys()]
     if uneven:
-        raise UsageError(f"{path}: filter {', '.join(uneven)} has other documents than the first")
+        raise UsageError(
+            f"{path}: filter {', '.join(uneven)} has other documents than the first filter; run lm_eval again"
+        )
     scores: dict[str, Scores] = {}
     for name, documents in by_filter.items():
         ending = "" if name == _DEFAULT_FILTER else f",{name}"

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class States:
-    """A model's outputs at some positions: logits, or in a subclass hidden states from which it computes logits.
+    """A model's outputs at some positions: logits, or hidden states from which a subclass computes logits.
 
     Logits are many times larger than hidden states, so a task first selects the positions that it scores, and then
     computes their logits part by part.
 
     Attributes:
-        values: [..., W], one vector per position.
+        values: [..., W], a vector of W numbers per position.
     """
 
     values: Tensor
@@ -49,13 +49,17 @@ class States:
         return int(self.values.shape[-1])
 
     def logits(self) -> Tensor:
-        """Compute logits in the model's arithmetic: float32 [..., V] in memory that the caller may overwrite."""
+        """Compute logits in the model's dtype.
+
+        Returns:
+            float32 [..., V] for a vocabulary of V tokens, in memory that the caller may overwrite.
+        """
         return self.values.float().clone()
 
     def float32_logits(self) -> Tensor:
-        """Compute logits in float32, whatever the model's dtype: [..., V].
+        """Compute logits [..., V] of a vocabulary of V tokens in float32, even if the model has another dtype.
 
-        Half types would round logits as coarsely as 8-bit quantization moves them.
+        In a 16-bit dtype their rounding errors would be as large as the effects of 8-bit quantization.
         """
         return self.values.float()
 
@@ -78,13 +82,13 @@ def require_finite(computed: Tensor) -> None:
 
 
 class TokenCache(Protocol):
-    """A model's cache for a batch of sequences."""
+    """A model's KV cache for a batch of sequences."""
 
     def select(self, rows: Tensor) -> None:
         """Keep the sequences with these indices, in this order; an index may occur several times."""
 
     def branch(self) -> Self:
-        """Return a copy that grows independently."""
+        """Return a copy of the cache that can be extended independently."""
 
 
 class LanguageModel(ABC):
@@ -113,7 +117,7 @@ class LanguageModel(ABC):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether continuations can reuse a prefix that was computed once."""
+        """Whether several continuations can reuse the cache of their common prefix."""
         return self.has_cache and shares_prefixes(self.recipe)
 
     @property
@@ -152,7 +156,7 @@ class LanguageModel(ABC):
     def generate(
         self, prompt: Sequence[int], new_tokens: int, stops: Sequence[str], sampling: Mapping[str, object]
     ) -> list[int]:
-        """Generate tokens after a prompt, until a stop string appears or there are `new_tokens`.
+        """Return the token ids that follow a prompt, up to a stop string or at most `new_tokens`.
 
         Args:
             sampling: options of transformers' `generate`; empty for greedy decoding.
@@ -175,7 +179,7 @@ class RequestEncoder:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        max_length: number of tokens the model sees at once; longer requests lose tokens on the left.
+        max_length: length of the model's context in tokens; longer requests lose tokens on the left.
         vocabulary: size of the model's vocabulary in tokens.
 
     Source: lm-eval 0.4.13, `TemplateLM._encode_pair`, `HFLM.tok_encode` and `_loglikelihood_tokens`.
@@ -197,7 +201,7 @@ class RequestEncoder:
         return self._encode(text, not text.startswith(self._prefix_text))
 
     def request(self, context: str, continuation: str) -> Request:
-        """Encode one continuation; spaces at the end of the context move to the continuation.
+        """Encode a context and its continuation; spaces at the end of the context move to the continuation.
 
         Raises:
             DiffQuantError: the continuation has no tokens, more tokens than the model's context, or a token that is
@@ -209,7 +213,7 @@ class RequestEncoder:
         if len(after) > self.max_length:
             raise DiffQuantError(
                 f"continuation {continuation[:40]!r}... has {len(after)} tokens, "
-                f"more than the {self.max_length} the model can see"
+                f"more than the model's context of {self.max_length}"
             )
         # The last token is predicted, never read, so one more than max_length fits.
         seen = (before + after)[-(self.max_length + 1) :]

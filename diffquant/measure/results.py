@@ -59,7 +59,7 @@ class TaskResult:
         return {"metric": self.metric} | scored | chosen | self.details
 
     def to_cell(self) -> JsonObject:
-        """Return everything as one flat object, which `from_dict` reads."""
+        """Return the measurements, time, sizes and commit as one flat object, which `from_dict` reads."""
         report = {} if self.logit_report is None else {"logit_report": self.logit_report}
         stored = {"weights": self.weight_bytes, "kv_per_token": self.kv_bytes}
         made = {} if self.commit is None else {"commit": self.commit}
@@ -70,17 +70,19 @@ class TaskResult:
         """Read a result that `to_dict` or `to_cell` wrote.
 
         Raises:
-            ValueError: it has another form.
+            ValueError: `content` does not have that form.
         """
         found: JsonObject = {name: content.get(name) for name in (*_TASKS, *_CELLS)}
         stored = found.pop("stored")
         wrong = [name for name, types in _TYPES.items() if not isinstance(found[name], (*types, type(None)))]
         if wrong or not isinstance(found["metric"], str):
-            raise ValueError("a result needs the name of its metric, a number for its score, and lists of its items'")
+            raise ValueError(
+                "a result needs the name of its metric, a number as score, and lists of values and choices"
+            )
         sizes = [stored.get(name) for name in ("weights", "kv_per_token")] if isinstance(stored, dict) else []
         is_measured = all(isinstance(number, int | float) for number in (found["seconds"], *sizes))
         if {*_CELLS} & content.keys() and not (sizes and is_measured):
-            raise ValueError("a sweep's result needs its seconds and stored sizes")
+            raise ValueError("a sweep's result needs its time and stored sizes")
         weight_bytes, kv_bytes = sizes or (None, None)
         details = {name: value for name, value in content.items() if name not in (*_TASKS, *_CELLS)}
         return cls(**found, weight_bytes=weight_bytes, kv_bytes=kv_bytes, details=details)
@@ -130,7 +132,8 @@ class Columns:
         notes: function from the results of all tasks with these columns to the notes below the table.
         by_item: whether results are scores of items. Tables show such tasks first.
         named_alone: whether headings name the task even if no other task is scored by item.
-        has_own_names: whether the names of its numbers begin with the task's. Otherwise every sweep's rows have them.
+        has_own_names: whether the task's name precedes the names of `record`'s numbers. Otherwise the rows of every
+            sweep have these numbers, also without a measurement of the task.
     """
 
     metrics: tuple[Metric, ...]
@@ -151,7 +154,7 @@ class Columns:
         return [*self.changes, *(metric for metric in self.metrics if metric.label and not metric.words)]
 
     def table_metrics(self, results: Sequence[TaskResult]) -> list[Metric]:
-        """Return the columns of the text table that these results can fill."""
+        """Return the metrics that are columns of the text table, without those that no result has."""
         shown = [metric for metric in self.metrics if metric.head]
         return [each for each in shown if not each.needs or any(each.needs in r.details for r in results)]
 
@@ -290,10 +293,11 @@ def _percent(share: Difference | None) -> Difference | None:
 
 
 def fields(name: str, number: Difference | None, per: float = 1) -> JsonObject:
-    """Return a number and its interval as kl, kl_low and kl_high, for the name kl; all None when not measured.
+    """Return a number and the ends of its interval under three names, such as kl, kl_low and kl_high for "kl".
 
     Args:
-        per: divisor of the number.
+        number: the number, or None to make all three None.
+        per: divisor of all three.
     """
     ends = (number.mean, number.low, number.high) if number else ()
     names = (name, f"{name}_low", f"{name}_high")

@@ -48,7 +48,7 @@ def score(
 
     Args:
         batch_tokens: largest number of tokens per pass, cached context and padding included; bounds memory.
-        watch: receives the states from which the scores are computed.
+        watch: called with the states from which the scores are computed; see `Watch`.
 
     Returns:
         For each continuation its summed log-probability, and whether greedy decoding would produce it.
@@ -83,7 +83,7 @@ def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         states: states at N positions.
-        targets: [N, M] token ids.
+        targets: [N, M] ids of the M tokens to score at each position.
 
     Returns:
         float32 [N, M] natural log-probabilities, and bool [N, M]: whether the target is the top-1 token.
@@ -192,7 +192,9 @@ def pass_cost_on(device_type: str) -> int:
 
 
 def split_into_runs(lengths: Sequence[int], budget: int, cached: int = 0, pass_cost: int = PASS_COST) -> list[range]:
-    """Cut a descending list of lengths into runs that minimize padded tokens plus `pass_cost` per run.
+    """Split sequences into consecutive runs, one per forward pass, that minimize the cost of all passes.
+
+    A run costs its number of tokens, padding included, plus `pass_cost`.
 
     Args:
         lengths: number of tokens in each sequence, longest first.
@@ -250,12 +252,12 @@ def kl_by_position(p: States, q: States) -> Tensor:
 
 
 def make_kl_meter(reference: States, lengths: Mapping[int, int]) -> tuple[Watch, Callable[[], list[float]]]:
-    """Measure KL(reference ‖ model) of next-token distributions while `score` runs.
+    """Make a callback that measures KL(reference ‖ model) of next-token distributions while `score` runs.
 
     Args:
-        reference: states of the other model for the measured requests.
-        lengths: number of tokens of each measured request, by its index among the scored ones; in the order of the
-            requests in `reference`.
+        reference: states of the reference model at the continuations of the measured requests, one after the other.
+        lengths: number of continuation tokens of each measured request, by its index in the list that `score` gets;
+            in the order of `reference`.
 
     Returns:
         A callback to pass to `score` as `watch`, and a function that returns the mean KL of each measured request in

@@ -11,7 +11,7 @@ _NEGLIGIBLE = 1e-22
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean with its 95 % interval, for instance of a paired difference."""
+    """A mean, such as that of paired differences, and the ends of its 95 % interval."""
 
     mean: float
     low: float
@@ -24,7 +24,10 @@ class Difference:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Compute the standard error of the mean, s/√n with the sample's s, as lm-eval does; a single value gives None."""
+    """Return the standard error of the mean, or None if there is only one value.
+
+    It is s/√n with the sample standard deviation s, as in lm-eval.
+    """
     n, mean = len(values), sum(values) / len(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else None
 
@@ -33,8 +36,8 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     """Return the mean of values - baseline over the same items, with a 95 % interval.
 
     If all values are 0 or 1, the interval is Bonett and Price's adjusted Wald: it adds one item to each kind of
-    disagreement, so that few flips do not give a falsely narrow interval. Otherwise it is Student's interval of the
-    mean difference.
+    disagreement, so that few changed items do not give a falsely narrow interval. Otherwise it is Student's interval
+    of the mean difference.
 
     Source: Bonett and Price, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions
     Based on Paired Data", Journal of Educational and Behavioral Statistics 37 (2012).
@@ -77,7 +80,7 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 def flips(
     correct: Sequence[bool], baseline: Sequence[bool], choices: Sequence[int], baseline_choices: Sequence[int]
 ) -> tuple[int, int, int]:
-    """Count the items that became right, those that became wrong, and those whose choice changed."""
+    """Count the items that became right, the items that became wrong, and the items whose choice changed."""
     now_and_before = list(zip(correct, baseline, strict=True))
     gained = sum(now and not before for now, before in now_and_before)
     lost = sum(before and not now for now, before in now_and_before)
@@ -105,7 +108,14 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def recovery(difference: Difference, baseline: float) -> Difference | None:
-    """Return quantized / 16-bit score with a 95 % interval, the latter taken as exact, or None if the latter is 0."""
+    """Return the quantized score divided by the 16-bit score, with its 95 % interval, or None if the latter is 0.
+
+    The 16-bit score is taken as exact.
+
+    Args:
+        difference: quantized minus 16-bit score, with its interval.
+        baseline: 16-bit score.
+    """
     if not baseline:
         return None
     return Difference(*(1 + end / baseline for end in (difference.mean, difference.low, difference.high)))

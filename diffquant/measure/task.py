@@ -38,7 +38,7 @@ class TaskOption(Generic[T_co]):
         kind: type on the command line: int, str, Path or bool.
         minimum: smallest number that the command line accepts, if there is a limit.
         written: default in the command line's notation, if `read` converts it.
-        read: converts the command line's value, if that is needed.
+        read: function that converts the command line's value, or None.
     """
 
     name: str
@@ -80,7 +80,7 @@ STRIDE = TaskOption("stride", 512, "Number of tokens from one window to the next
 
 
 def batch_tokens_on(device: str) -> int:
-    """Return the default for the largest number of tokens per pass on a device, such as "cuda:1"."""
+    """Return the default of `batch_tokens`, the largest number of tokens per pass, on a device such as "cuda:1"."""
     return _CUDA_BATCH_TOKENS if device.startswith("cuda") else BATCH_TOKENS
 
 
@@ -97,8 +97,8 @@ class Task(ABC):
     `@register`. It imports torch inside `run`, never at the top.
 
     Attributes:
-        kind: first word of its names, up to the colon.
-        usage: grammar of its names, for help and errors.
+        kind: the part of its names before the first colon, such as "needle".
+        usage: form of its names, such as "needle[:N[:R]]", for help and errors.
         options: options that `parse` reads.
         columns: columns with which tables show its results.
         plots: functions that draw files beside a sweep's table, by file name.
@@ -121,7 +121,7 @@ class Task(ABC):
         """Make the task with this name, and read its items or text.
 
         Args:
-            values: values of options by name; `TaskOption.of` knows the defaults.
+            values: values of options by name; `TaskOption.of` adds the defaults.
 
         Raises:
             UsageError: the name, an option, or the data that they name cannot be read.
@@ -130,12 +130,12 @@ class Task(ABC):
 
     @property
     def name(self) -> str:
-        """The full name, which differs between tasks that measure different things."""
+        """The full name, which includes parameters in the name, such as "needle:4:2"."""
         return self.kind
 
     @abstractmethod
     def identity(self) -> JsonObject:
-        """Return everything that the result depends on, apart from model and recipe."""
+        """Return everything that the result depends on, apart from model and recipe, as plain data."""
 
     @property
     def tokens(self) -> int | None:
@@ -143,7 +143,10 @@ class Task(ABC):
         return None
 
     def untracked_inputs(self) -> list[str]:
-        """List inputs that `identity` does not cover; cells are kept even if these change."""
+        """Describe each input that `identity` does not cover, such as a dataset on the hub.
+
+        Stored results are reused even if such an input changed.
+        """
         return []
 
     @abstractmethod
@@ -155,16 +158,16 @@ class Task(ABC):
         """
 
     def reference(self, model: "LanguageModel", progress: Progress) -> "States | None":  # noqa: ARG002
-        """Compute the model outputs that `run` compares other models' with, or return None if it compares nothing."""
+        """Compute the 16-bit model's outputs, to compare other models with, or return None if `run` needs none."""
         return None
 
     def with_batch_tokens(self, tokens: int) -> Self:
-        """Return the same task in passes of at most this many tokens."""
+        """Return the same task with at most this many tokens per pass."""
         return replace(self, batch_tokens=min(self.batch_tokens, tokens))
 
     @classmethod
     def make_name_error(cls, name: str, example: str = "") -> UsageError:
-        """Return the error for a name that does not follow the grammar."""
+        """Return the error for a task name that does not have the form in `usage`."""
         return UsageError(
             f"cannot read task {name[:80]!r}: expected {cls.usage}" + (f", such as {example}" if example else "")
         )

@@ -23,10 +23,10 @@ _WIDENED_ENTRIES = 1 << 23
 
 @dataclass(frozen=True)
 class HiddenStates(States):
-    """The last hidden states at some positions, with the head that turns them into logits.
+    """The last hidden states at some positions, and the head that computes logits from them.
 
     Attributes:
-        head: projection [V, W] to the vocabulary.
+        head: projection of W channels to the V tokens of the vocabulary.
     """
 
     head: nn.Linear
@@ -103,7 +103,7 @@ class TorchModel(LanguageModel):
         return TorchCache(self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache())
 
     def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> HiddenStates:
-        """Compute the last hidden states; a `DiffTransformer` counts positions only where the mask is 1."""
+        """Compute the last hidden states; a `DiffTransformer` does not count padding as positions."""
         past = cache.cache if isinstance(cache, TorchCache) else None
         out = self.model.model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=past is not None)
         return HiddenStates(out.last_hidden_state, self.model.lm_head)

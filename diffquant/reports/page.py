@@ -56,7 +56,10 @@ class Charts:
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a heading, which is smaller inside another section; a folded one there opens at a click on it."""
+    """Blocks under a heading.
+
+    A section inside another one has a smaller heading; if `folded`, a click on the heading shows its blocks.
+    """
 
     title: str
     blocks: "Sequence[Block]"
@@ -101,14 +104,14 @@ def write_run(
 
     Args:
         texts: texts by file name, written first.
-        pictures: functions that draw into a file, by its name. One that raises UsageError has nothing to draw; an
+        pictures: functions that draw into a file, by file name. One that raises UsageError has nothing to draw; an
             earlier run's picture is then removed.
         page_name: file name of the page.
         report: function that makes the report from the run's name and the names of the files that its page links to.
         beside: names of files of the run that were already written.
 
     Returns:
-        The texts, the pictures, the page.
+        Paths of the texts, the pictures and the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -120,7 +123,7 @@ def write_run(
 
 
 def page(report: Report, links: Sequence[Link] = ()) -> str:
-    """Return a whole HTML document, which loads nothing.
+    """Return a report as an HTML document that loads no other files.
 
     Args:
         links: other pages to link to.
@@ -151,7 +154,7 @@ def page(report: Report, links: Sequence[Link] = ()) -> str:
 
 
 def sort_value(text: str | Link) -> float | None:
-    """Return the number at the start of a cell's text, in bytes if it is a size, or None."""
+    """Return the number with which a cell's text begins, in bytes if it is a size, or None if there is no number."""
     shown = str(text)
     number = _NUMBER.match(shown)
     if number is None:
@@ -161,7 +164,7 @@ def sort_value(text: str | Link) -> float | None:
 
 
 def facts(values: Mapping[str, object]) -> dict[str, str]:
-    """Format a run's settings for a page, without those that are None or empty."""
+    """Format a run's settings for a page; settings that are None or empty are left out."""
     return {name: _value_text(value) for name, value in values.items() if value not in (None, "", [], ())}
 
 

@@ -37,13 +37,13 @@ Look = dict[str, Any]
 
 
 def look(number: int) -> Look:
-    """Return the colour, marker and line style of a series by its number; the first 140 all differ."""
+    """Return the colour, marker and line style of series `number`; the first 140 all differ."""
     looks = {"color": COLOURS, "linestyle": STYLES, "marker": MARKERS}
     return {name: values[number % len(values)] for name, values in looks.items()}
 
 
 def legend_entry(number: int, text: str) -> Key:
-    """Return the legend entry of a series by its number."""
+    """Return the legend entry of series `number`."""
     style = look(number)
     colour = "currentColor" if style["color"] == "#000000" else style["color"]
     return colour, GLYPHS[style["marker"]], text
@@ -67,7 +67,7 @@ class Line:
         model: name of the model, or of the granularity in a sweep of one model.
         points: points in order.
         scheme: scheme of the line, such as its bit width; empty if the points' x is the bit width.
-        full: value at 16 bits; a change, which is zero there, has none.
+        full: value at 16 bits, or None if the line shows changes from 16 bits.
     """
 
     model: str
@@ -81,7 +81,11 @@ Tips = list[str]
 
 
 def mark_tip(axis: Any, tips: Tips | None, x: float, y: float, text: str) -> None:
-    """Add a tooltip, unless there are none: an invisible marker over the point, large enough for the pointer to hit."""
+    """Add a tooltip to a point: an invisible marker over it, large enough for the pointer to hit.
+
+    Args:
+        tips: tooltips of the drawing, to which the text is added; if None, nothing happens.
+    """
     if tips is not None:
         axis.plot([x], [y], "o", markersize=13, color="none", zorder=9, gid=f"tip-{len(tips)}")
         tips.append(text)
@@ -117,7 +121,7 @@ def escape_dollars(name: str) -> str:
 
 
 def plain_log_scale(axis: Any) -> None:
-    """Make a y axis logarithmic, with ticks in plain numbers, which are closer if the axis spans little."""
+    """Make a y axis logarithmic, with tick labels such as 0.01, and more of them if its range is small."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_yscale("log")
@@ -130,7 +134,7 @@ def plain_log_scale(axis: Any) -> None:
 def as_svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
     """Return the figure as one <svg> element that refers to nothing outside itself.
 
-    Letters stay text. Black, white and greys follow the page's dark or light scheme.
+    Text stays text. Black, white and greys follow the page's dark or light scheme.
 
     Args:
         name: description of the drawing, for screen readers.
@@ -167,7 +171,7 @@ def drawing(size: tuple[float, float], draw: Callable[[Any, Tips], object], name
 
 
 def draw_intervals(axis: Any, points: Sequence[Interval], number: int, tips: Tips | None = None) -> Any:
-    """Draw a series of points with error bars, in the colour and marker of the series' number."""
+    """Draw points with error bars, in the colour and with the marker of series `number`."""
     places, heights = [point.x for point in points], [point.y for point in points]
     bars = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
     drawn = axis.errorbar(places, heights, bars, markersize=5, linewidth=1.4, elinewidth=1, capsize=2.5, **look(number))

@@ -139,17 +139,21 @@ _ALIKE = 0.01
 
 
 def stored_bits(nbytes: float, weights: int) -> float:
-    """Return the bits per weight if `weights` weights, with their scales, take `nbytes`."""
+    """Return the bits per weight of weights that take `nbytes` with their scales.
+
+    Args:
+        weights: number of weights.
+    """
     return 8 * nbytes / max(1, weights)
 
 
 def bytes_at_16_bits(weights: int) -> int:
-    """Return the bytes of weights at 16 bits, whatever their stored type."""
+    """Return the bytes of `weights` weights at 16 bits each."""
     return 2 * weights
 
 
 def compare_size(nbytes: int, source_bytes: int, weights: int) -> str:
-    """Compare a size with the source's files and, if those do not have 16 bits, with 16 bits.
+    """Describe a size as a share of the source's size and, if that is not 16 bits per weight, of the size at 16 bits.
 
     Args:
         nbytes: bytes that were or would be written.

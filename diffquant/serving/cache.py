@@ -23,11 +23,11 @@ _ANYWHERE = ("fp8", "8-bit floats without calibrated scales")
 
 
 def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
-    """Return vLLM's name of the cache's format; "auto" is the model's dtype.
+    """Return vLLM's name for the format in which it stores the KV cache; "auto" means the model's dtype.
 
     Args:
         config: content of the folder's config.json.
-        asked: "recipe", "auto", or a name of vLLM's.
+        asked: "recipe" for the format in the folder's recipe, "auto", or vLLM's name of a format.
 
     Raises:
         UsageError: vLLM does not have the recipe's cache, or has no cache named `asked`.
@@ -50,7 +50,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
     if name not in listed:
         name, difference = _ANYWHERE
     raise UsageError(
-        f"vLLM does not have this recipe's cache (k {recipe.k}, v {recipe.v}): its nearest is "
+        f"vLLM does not have this recipe's cache (k {recipe.k}, v {recipe.v}): the nearest is "
         f"{option_name('cache', name)}, {difference}; {option_name('cache', AUTO)} stores K and V in the model's dtype"
     )
 
@@ -67,11 +67,11 @@ def listed_formats(has_gpu: bool) -> tuple[str, ...]:
 
 
 def is_fp8(cache: str) -> bool:
-    """Return whether a format of vLLM's cache is a float of 8 bits."""
+    """Return whether a format of vLLM's cache is an 8-bit float."""
     return cache.startswith("fp8")
 
 
 def without_cache_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of config.json to replace, so that vLLM does not store the cache as the folder states."""
+    """Return entries that override config.json so that vLLM ignores the folder's scheme of the KV cache."""
     entry = config["quantization_config"]
     return {"quantization_config": {key: value for key, value in entry.items() if key != "kv_cache_scheme"}}

@@ -42,15 +42,18 @@ _APART = 2 << 30
 def plan_capacity(
     memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: str, context: int | None
 ) -> tuple[int, int]:
-    """Return the tokens per request, and the bytes of the cache of all requests, that fit in memory with the weights.
+    """Return how many tokens a request may have, and how many bytes the KV cache of all requests takes.
+
+    Both are chosen so that the weights and the cache fit into memory.
 
     Args:
         memory: free bytes.
+        dtype: name of the dtype of the weights while served.
         itemsize: bytes of an element of the cached keys and values.
         context: tokens per request; by default as many as the model supports and fit into memory.
 
     Raises:
-        UsageError: not one request of that context fits, or the model supports fewer positions.
+        UsageError: not even one request with `context` tokens fits, or the model supports fewer positions.
     """
     architecture = adapter.architecture
     spec, layers = architecture.diff_spec, architecture.num_hidden_layers
@@ -90,11 +93,11 @@ class ServerPlan:
 
     Attributes:
         command: command line of vLLM's OpenAI server.
-        environment: variables that it needs in addition to this process's.
+        environment: environment variables that the server needs in addition to this process's.
         url: URL of its API.
         name: name of the model in requests.
         cache: vLLM's name of the cache's format.
-        notes: sentences about what was not tested, and where it differs.
+        notes: sentences about what was not tested, and about results that differ from diffquant's.
     """
 
     command: list[str]
@@ -106,7 +109,7 @@ class ServerPlan:
 
     @property
     def curl(self) -> str:
-        """Return a curl command that asks the server for a few tokens."""
+        """A curl command that requests a few tokens from the server."""
         asked = json.dumps({"model": self.name, "prompt": "The capital of France is", "max_tokens": 16})
         return f"curl {self.url}/completions -H 'Content-Type: application/json' -d {quote(asked)}"
 
@@ -126,15 +129,18 @@ def plan_server(
     """Plan how to serve a folder, without starting anything.
 
     Args:
-        context: most tokens of prompt and output; by default as many as the model supports and fit into memory.
-        cache: format of the cache, as `choose_cache` takes it.
+        model: folder that diffquant wrote.
+        context: maximum number of tokens of a prompt and its output; by default as many as the model supports and fit
+            into memory.
+        cache: format of the KV cache: "recipe", "auto", or vLLM's name of a format.
+        ranks: number of devices that share each layer.
         memory: free bytes of main memory, or None with a GPU, whose memory vLLM measures.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: a request of the context does not fit into the memory, the ranks would split head pairs, or vLLM has
-            no such dtype or cache.
+        UsageError: a request with `context` tokens does not fit into memory, head pairs would be split between devices,
+            or vLLM has no such dtype or cache.
         CheckpointError: config.json redirects vLLM to another model, or the folder contains or names code that is not
             diffquant's and would run.
     """
@@ -186,10 +192,13 @@ def plan_server(
 
 
 def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, implementation: Implementation) -> None:
-    """Check that a DIFF model can be divided among ranks.
+    """Check that a DIFF model can be divided among devices for tensor parallelism.
+
+    Args:
+        ranks: number of devices.
 
     Raises:
-        UsageError: they would split head pairs, or the modelling file has no plan for tensor parallelism.
+        UsageError: head pairs would be split between devices, or the modelling file does not support it.
     """
     if not carries_modelling_file(config, adapter):
         return
@@ -201,7 +210,7 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
     heads_of_rank(built["attention"], ranks)
     if implementation == "folder" and DiffConfig(diff_model=built).base_model_tp_plan is None:
         raise UsageError(
-            f"{config['model_type']} needs the plugin on {ranks} ranks: leave out "
+            f"{config['model_type']} needs the plugin to run on {ranks} devices: leave out "
             f"{option_name('implementation', 'folder')}"
         )
 
@@ -222,7 +231,7 @@ def _check_format(checkpoint: Checkpoint) -> None:
     if layout not in (PACK_QUANTIZED, INT_QUANTIZED):
         raise UsageError(
             f"{checkpoint.path} has weights in the layout {layout}, which is not supported for serving yet; serve "
-            f"one with integers of 2 to 8 bits, or run it with `diffquant generate`"
+            f"a folder with integers of 2 to 8 bits, or run it with `diffquant generate`"
         )
 
 
@@ -238,8 +247,8 @@ def _rope_notes(architecture: TransformerArchitecture, context: int | None) -> l
     if trained >= (context or known):
         return []
     return [
-        f"with a context beyond {trained} tokens vLLM uses longrope's long factors also for short texts, diffquant "
-        f"the short ones; use {option_name('context', trained)} for these"
+        f"with a context above {trained} tokens, vLLM uses longrope's long factors even for short texts, unlike "
+        f"diffquant; use {option_name('context', trained)} for short texts"
     ]
 
 
@@ -305,7 +314,7 @@ def _activation_notes(config: Mapping[str, Any], on_cpu: bool) -> list[str]:
     if config["quantization_config"]["format"] == INT_QUANTIZED:
         return ["vLLM rounds activations with scales of absmax / 127, diffquant and transformers with absmax / 127.5"]
     why = "activations stay at 16 bits in bfloat16, where vLLM's own kernel for 4-bit weights runs"
-    advice = f"to round them as the recipe says, use {option_name('dtype', 'float32')}"
+    advice = f"to round them as in the recipe, use {option_name('dtype', 'float32')}"
     return [f"on a CPU {why}; {advice}"] if on_cpu else []
 
 

@@ -108,7 +108,7 @@ def check_distinct(paths: Sequence[Path]) -> None:
     """
     names = [path.resolve() for path in paths]
     if twice := sorted(map(str, find_duplicates(names))):
-        raise UsageError(f"given twice: {', '.join(twice)}")
+        raise UsageError(f"the same path is given twice: {', '.join(twice)}")
 
 
 def file_digest(file: Path, algorithm: str | Callable[[], Any] = "sha256") -> str:

@@ -127,7 +127,7 @@ def requirements() -> "dict[str, list[Requirement]]":
     A clone that runs in place reads pyproject.toml, which may be newer than pip's record; a wheel reads its metadata.
 
     Raises:
-        MissingDependencyError: it is neither a clone nor in pip's records, or `packaging` is missing.
+        MissingDependencyError: diffquant neither runs from a clone nor is in pip's records, or `packaging` is missing.
     """
     try:
         from packaging.requirements import Requirement

@@ -41,8 +41,8 @@ class RunFiles:
     Attributes:
         data: name of the JSON file with the numbers, which identifies a run.
         fields: fields that this file must have.
-        beside: names of the files made from it.
-        joins_models: whether they may be in a model's own folder.
+        beside: names of the files made from that file.
+        joins_models: whether a run may be written into a model's folder.
     """
 
     data: str

@@ -32,7 +32,10 @@ def watch_signals() -> None:
 
 
 def was_interrupted() -> bool:
-    """Return whether a signal arrived; compiled modules turn an interrupted import into another error."""
+    """Return whether a signal has interrupted the program.
+
+    An exception alone does not show this: compiled modules turn an interrupted import into another error.
+    """
     return bool(_signal_arrived)
 
 

@@ -107,6 +107,6 @@ def _refuse_settings_of_ranges(**settings: object) -> None:
     defaults = signature(calibrate).parameters
     if given := [option_name(name) for name, value in settings.items() if value != defaults[name].default]:
         raise UsageError(
-            f"{' and '.join(given)} set how ranges are found, and a .gguf output is an importance matrix: leave them "
+            f"{' and '.join(given)} set how ranges are found, but a .gguf output is an importance matrix: leave them "
             "out, or write ranges, such as scales.safetensors"
         )

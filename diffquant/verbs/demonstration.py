@@ -29,7 +29,7 @@ from diffquant.verbs.notes import show
 
 
 def items_until(end: float, seconds_per_item: float, most: int) -> int:
-    """Return the number of items that the time up to `end` of the monotonic clock allows, at least 10."""
+    """Return the number of items, from 10 to `most`, that fit into the time until `end` of `time.monotonic`."""
     return min(most, max(10, int((end - time.monotonic()) / seconds_per_item)))
 
 
@@ -123,7 +123,7 @@ def read_training_seed(task: str) -> int:
 
 
 def quantize_pocket_model(output: Path, overwrite: bool) -> None:
-    """Quantize the DIFF V1 that was trained to retrieve numbers, and ask it for one in torch and in ONNX Runtime."""
+    """Quantize the DIFF V1 that was trained to retrieve numbers, and let it retrieve one in torch and ONNX Runtime."""
     differential = next(model for model in data.pocket_models("needle") if model.name.endswith("diff-v1"))
     low = output / "needle-diff-v1-4bit"
     show(f"2. Quantize the DIFF V1 that finds numbers: weights {RECIPE.weights}, KV cache {RECIPE.k}")

@@ -137,7 +137,7 @@ def _export_gguf(to: str, given: Mapping[str, Any]) -> "GgufReport":
     others = [option_name(name) for name in _OF_ONNX if str(given[name]) != str(usual[name].default)]
     if others:
         raise UsageError(
-            f"{', '.join(others)}: a GGUF file has no place for it; leave it out with {option_name('to', to)}"
+            f"{', '.join(others)}: a GGUF file cannot store this; leave it out with {option_name('to', to)}"
         )
     if given["embed"] not in (8, 16):
         raise UsageError(f"{option_name('embed', given['embed'])}: a GGUF file's embedding and head take 8 or 16 bits")
@@ -167,7 +167,7 @@ def _own_bits(source: "Source") -> int:
     schemes = f"k {k}, v {v}"
     differ = source.recipe.schemes_of("k") | source.recipe.schemes_of("v") > {k, v}
     if differ or k.format.name != v.format.name or k.format.name not in ("8", "4"):
-        say(f"note: no kernel of ONNX Runtime reads the checkpoint's cache ({schemes}): exported with 16 bits")
+        say(f"note: no kernel of ONNX Runtime supports the checkpoint's cache ({schemes}): it is exported at 16 bits")
         return 16
     say(f"note: the cache is exported at {k.bits}:static, calibrated per channel, not at the checkpoint's {schemes}")
     return k.bits

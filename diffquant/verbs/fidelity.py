@@ -91,7 +91,9 @@ def fidelity(
     if dataset is not None and output is None and not card:
         raise UsageError(f"{option_name('dataset')} is written into a folder: give {option_name('output')}, too")
     if card and (candidate is None or not Path(candidate).is_dir()):
-        raise UsageError(f"{option_name('card', True)} is for a candidate that is a folder, which has a model card")
+        raise UsageError(
+            f"{option_name('card', True)} needs a candidate that is a local folder, whose model card it changes"
+        )
     from diffquant.measure.fidelity import save_base as write_base
     from diffquant.measure.fidelity.base_file import MAGIC
     from diffquant.measure.fidelity.result import FILES, check_card, put_on_card, write_fidelity

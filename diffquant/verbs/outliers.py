@@ -42,7 +42,7 @@ def outliers(
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Magnitudes for each model, layer and kind.
+        Magnitudes of logits and hidden states for each model and layer.
 
     Raises:
         DiffQuantError: a checkpoint, the text or the output cannot be used.

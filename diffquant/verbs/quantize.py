@@ -92,7 +92,7 @@ def quantize(
         tokens: number of tokens to read; 16384 by default.
         samples: number of windows to read, instead of `tokens`.
         window: number of tokens in a window, also called sequence length; 512 for gptq and 256 for tuned by default.
-        seed: seed that shuffles rows of a JSONL file or dataset, and of tuned; 0 by default.
+        seed: seed for shuffling the rows of a JSONL file or dataset, and for rounding tuned; 0 by default.
         imatrix: importance matrix of llama.cpp, as `calibrate` or llama-imatrix writes it (GGUF or the older format),
             by which mse weighs errors.
         weights_only: choose weights by name, for any architecture; automatic if the model_type is unknown.
@@ -103,7 +103,7 @@ def quantize(
         to: gguf writes a GGUF file, like `export`, instead of a checkpoint; output may then be a file.
         push: repository on the hub to upload the folder to, with its model card.
         overwrite: replace the folder if it exists.
-        on_plan: function called with the plan before anything is written; what it raises ends the run.
+        on_plan: function called with the plan before anything is written; an exception in it ends the run.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
@@ -229,7 +229,7 @@ def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | No
     if effort is None:
         return rounding
     if rounding is not None:
-        raise UsageError(f"{option_name('effort')} chooses the rule; leave out {option_name('rounding')}")
+        raise UsageError(f"{option_name('effort')} chooses the rounding rule; leave out {option_name('rounding')}")
     if effort not in EFFORTS:
         raise UsageError(f"unknown effort {effort!r}{did_you_mean(effort, list(EFFORTS))}")
     return EFFORTS[effort]

@@ -65,8 +65,8 @@ def recipe_from_options(
             e4m3:channel, nvfp4, 8:g32 or 16.
         activations: scheme of the inputs of Linears with quantized weights, rounded per token while the model runs: 8,
             fp8, 4, nvfp4 or 16.
-        like: published kernel that sets those of qk, p and pv that are not given: sage2 (int8 and FP8), sage2-int4,
-            sage3 (NVFP4), fa3-fp8 or modelopt-nvfp4.
+        like: published kernel, whose schemes apply to those of qk, p and pv that are not given: sage2 (int8 and FP8),
+            sage2-int4, sage3 (NVFP4), fa3-fp8 or modelopt-nvfp4.
         residual: number of newest tokens in the KV cache that stay 16-bit; 0 by default.
         overrides: scheme for some weights, for layers' .k, .v, .logits, .qk, .p and .pv, or for weights' .activations:
             '*.mlp.*=6:row', '*.layers.3.*.k=8', '*.down_proj.activations=16'; the first match wins.

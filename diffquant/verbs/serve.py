@@ -39,11 +39,12 @@ def serve(
         host: address to listen on.
         port: port to listen on.
         context: maximum number of tokens in a request and its answer; by default what model and memory allow.
-        cache: format of keys and values in the cache: the recipe's, auto for the model's dtype, or one of vLLM's names,
+        cache: format of the KV cache: recipe for the recipe's format, auto for the model's dtype, or a format of vLLM,
             such as fp8.
         dtype: dtype of the model; by default the checkpoint's, or bfloat16 if weights are packed.
         tensor_parallel: number of devices that share each layer.
-        implementation: code that runs the model: diffquant's vLLM plugin, or the modelling file in the folder.
+        implementation: code that runs the model: plugin for diffquant's vLLM plugin, or folder for the modelling file
+            in the folder.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
@@ -80,7 +81,7 @@ def serve(
     def announce() -> None:
         if difference := explain_class_difference(local_path(path)):
             say(
-                f"note: vLLM splits text by the tokenizer's class, not as tokenizer.json says: {difference}; "
+                f"note: vLLM tokenizes with the tokenizer's class, not with tokenizer.json: {difference}; "
                 "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
             )
         show(f"{plan.url}\n{plan.curl}")

@@ -26,7 +26,7 @@ def verify(
         diffquant verify model-onnx model
         print(diffquant.verify("model-onnx", "model"))
 
-    The exit code is 4 if it does not.
+    The exit code is 4 if an output differs by more than the tolerance.
 
     Args:
         model: see `quantize`.

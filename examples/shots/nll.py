@@ -111,7 +111,10 @@ POSITIONS = Columns(
 
 
 def position_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[Line]]:
-    """Return each panel's lines by its title: mean NLL in nats up to each position, with its interval over windows."""
+    """Return the lines of each panel by the panel's title.
+
+    A line has the mean NLL in nats up to each position, with its interval over windows.
+    """
     return panels((None if cell.point.is_baseline else cell.point.panel, _line(name, cell)) for name, cell in cells)
 
 
@@ -151,7 +154,7 @@ class Nll(Task):
     """Negative log-likelihood of a text's tokens, by position and by whether they are AR-hits.
 
     Attributes:
-        text: text that is read.
+        text: text to score.
         window: number of tokens in a window; windows do not overlap.
 
     Source: arXiv 2410.05258, figure 4 (cumulative average NLL by position) and table 6 (AR-hit and others).
@@ -267,11 +270,13 @@ def score_positions(
 
 
 def cumulative_means(nll: "Tensor") -> "tuple[list[int], Tensor]":
-    """Compute means of each window's first predictions, given float64 [N, W].
+    """Compute the mean NLL of the first n predictions of each window, for n = 1, 2, 4, ... and the whole window.
+
+    Args:
+        nll: float64 [N, W], W predictions in each of N windows.
 
     Returns:
-        The P numbers of predictions, which are powers of two up to the window and the window itself; their means,
-        float64 [N, P].
+        The P values of n, and the means for each of them, float64 [N, P].
     """
     import torch
 
@@ -282,7 +287,7 @@ def cumulative_means(nll: "Tensor") -> "tuple[list[int], Tensor]":
 
 
 def find_repeated_bigrams(ids: Sequence[int]) -> list[bool]:
-    """Find tokens after the first that complete a bigram which occurred earlier."""
+    """Return for each token after the first whether it completes a bigram that occurred earlier."""
     seen: set[tuple[int, int]] = set()
     hits = []
     for bigram in pairwise(ids):

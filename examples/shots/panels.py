@@ -8,7 +8,7 @@ from diffquant.reports.plots import Line, Look, escape_dollars, look, new_figure
 
 
 def panels(lines: Iterable[tuple[str | None, Line]]) -> dict[str, list[Line]]:
-    """Group lines by the title of their panel; those without a title, at 16 bits, are in every panel."""
+    """Group lines by the title of their panel; lines with title None, at 16 bits, are in every panel."""
     full: list[Line] = []
     narrow: dict[str, list[Line]] = {}
     for title, line in lines:
@@ -26,8 +26,9 @@ def draw_panels(
     """Draw panels into a file, whose suffix determines the format.
 
     Args:
+        shown: lines by the title of their panel.
         draw: function that draws a line into an axis, given its legend text and its look: colour by model, style by
-            width.
+            scheme.
         finish: function that scales and labels the horizontal axis of a panel.
         label: label of the vertical axis, which all panels share.
     """

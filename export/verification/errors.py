@@ -63,7 +63,11 @@ class StageNoise:
     many_flipped: StageErrors
 
     def typical(self, firsts: Sequence[int]) -> tuple[float, ...]:
-        """Return for each stage a bound that the median error over positions from `firsts` on hardly ever exceeds."""
+        """Return, for each stage, a bound that its median error over positions rarely exceeds.
+
+        Args:
+            firsts: first position to count of each passage.
+        """
         # A cache code that flips affects all later positions, so passages are the independent samples, not positions.
         # Four standard errors, where a passage counts as four samples.
         share = 0.5 + 1 / math.sqrt(len(firsts))
@@ -73,7 +77,7 @@ class StageNoise:
 
     @property
     def largest(self) -> float:
-        """The largest error over all stages, since it is chance in which stage a code moves to a neighbour."""
+        """Largest error in any stage if codes of all kinds move, which can happen in any of them: the bound of each."""
         return max(self.many_flipped.largest)
 
 

@@ -329,4 +329,4 @@ def test_eval_says_which_scored_text_calibration_read(model, tmp_path, caplog):
         assert "give another text" not in caplog.text
         diffquant.evaluate(model, "perplexity", recipe, text=text, window=64, stride=64)
     count = len(open_source(model).tokenizer.encode(books_text()[:4000]))
-    assert f"perplexity: 63 of the text's {count:,} tokens were read by rounding gptq" in caplog.text
+    assert f"perplexity: 63 of the text's {count:,} tokens are also calibration data of gptq" in caplog.text

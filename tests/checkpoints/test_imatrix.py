@@ -206,7 +206,7 @@ def test_load_simulates_what_quantize_writes(llama, measured, tmp_path):
     note = calibration_note(open_source(tmp_path / "low"), [])
     assert (
         note
-        == "the candidate was rounded by an imatrix of the bundled text, so it is unknown how much of it was scored"
+        == "the candidate was rounded by an imatrix of the bundled text, so it is unknown how much of that was scored"
     )
 
 
@@ -405,7 +405,7 @@ def test_an_importance_of_any_magnitude_gives_the_same_codes(llama, measured, tm
 
 
 def test_calibrate_refuses_what_it_cannot_write(llama, measured, tmp_path):
-    with pytest.raises(UsageError, match=r"targets and bits set how ranges are found, and a \.gguf output is an impor"):
+    with pytest.raises(UsageError, match=r"targets and bits set how ranges are found, but a \.gguf output is an impor"):
         diffquant.calibrate(llama, tmp_path / "imatrix.gguf", targets="k", bits=4)
     with pytest.raises(OutputExistsError, match=r"imatrix\.gguf exists"):
         diffquant.calibrate(llama, measured, **READ)

@@ -354,7 +354,7 @@ def test_a_gguf_file_is_written_again_as_it_is_read(tmp_path, llama):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv": 8}, "kv: a GGUF file has no place for it"),
+        ({"kv": 8}, "kv: a GGUF file cannot store this"),
         ({"cache": False, "web": True}, "cache, web: a GGUF file"),
         ({"embed": 4}, "embed=4: a GGUF file's embedding and head take 8 or 16 bits"),
         ({"to": "gguff"}, "unknown format 'gguff'; did you mean 'gguf'"),

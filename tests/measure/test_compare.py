@@ -155,7 +155,7 @@ def test_what_cannot_be_compared_is_said(run, model, tmp_path):
     for source, message in (
         (tmp_path / "absent", "absent: no such file or folder"),
         (tmp_path, "has no sweep.json"),
-        (f"{run}@5:row", "no measured configuration is called '5:row'; there are model 16, model logits 3:row"),
+        (f"{run}@5:row", "no measured configuration has the words '5:row'; choose from model 16, model logits 3:row"),
     ):
         with pytest.raises(UsageError, match=message):
             compare(run, source)
@@ -194,7 +194,7 @@ def test_tasks_that_were_asked_the_same_are_compared_beside_others(run, model, t
 
 def test_a_result_without_scores_of_items_is_refused():
     whole = make_outcome("", "lm-eval:wikitext", {}, TaskResult(metric="word_perplexity", score=20.0, n=3))
-    with pytest.raises(UsageError, match="no scores of items in common"):
+    with pytest.raises(UsageError, match="no measure in common"):
         compare_outcomes(whole, whole)
 
 
@@ -313,7 +313,7 @@ def test_results_of_other_numbers_of_items_are_refused():
     few, more = (
         make_outcome("", "lm-eval:x", {}, TaskResult(metric="acc", score=1.0, n=n, values=[1.0] * n)) for n in (3, 4)
     )
-    with pytest.raises(UsageError, match="A has scores of 3 items and B has 4, which cannot be paired"):
+    with pytest.raises(UsageError, match="A has scores of 3 items and B of 4, which cannot be compared item by item"):
         compare_outcomes(few, more)
 
 

@@ -342,10 +342,10 @@ def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monk
     monkeypatch.setattr(workers_, "free_memory", lambda: 9 * 10**9)
     monkeypatch.setattr(workers_, "share", lambda *_: None)
     run, said = sleeping_run(tmp_path, 1, 2, 0.0), []
-    with pytest.raises(UsageError, match=r"3 x 4\.00 GB of weights in 9\.00 GB of main memory that are free"):
+    with pytest.raises(UsageError, match=r"3 x 4\.00 GB of weights, 9\.00 GB of main memory free"):
         run_processes(run, silent, 3, say=said.append)
     run_processes(run, silent, 2, say=said.append)
-    assert said == ["2 workers with 1 thread each; 2 x 4.00 GB of weights in 9.00 GB of main memory that are free"]
+    assert said == ["2 workers with 1 thread each; 2 x 4.00 GB of weights, 9.00 GB of main memory free"]
 
 
 def test_options_that_exclude_each_other_are_refused():

@@ -195,7 +195,7 @@ def test_a_base_that_was_cut_short_is_refused(tmp_path):
     write_base(tmp_path / "base", torch.arange(16).view(2, 8), iter([Distributions(random_logs(3, 7).float())] * 2))
     whole = (tmp_path / "base").read_bytes()
     (tmp_path / "base").write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match="cut short"):
+    with pytest.raises(CheckpointError, match="truncated"):
         BaseFile(tmp_path / "base")
 
 
@@ -356,7 +356,7 @@ def test_a_card_tells_what_was_measured_last(reference, candidate, tmp_path):
     (entry,) = parse_eval_result_entries(yaml.safe_load((folder / ".eval_results/fidelity.yaml").read_text()))
     assert entry.dataset_id == "org/text"
     assert open_source(folder).fingerprint == before
-    with pytest.raises(UsageError, match="a folder, which has a model card"):
+    with pytest.raises(UsageError, match="a local folder, whose model card it changes"):
         diffquant.fidelity(reference, "http://127.0.0.1:1", card=True)
 
 

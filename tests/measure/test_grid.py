@@ -66,7 +66,7 @@ def test_a_row_by_another_name_is_the_same_cell():
         ({"bits": (1,)}, "bits must be 2 to 8"),
         ({"task_options": {"limits": 4}}, "no task has an option limits"),
         ({"batch_tokens": 0}, "batch tokens must be 1 or more"),
-        ({"tasks": ()}, "no task: name hellaswag, "),
+        ({"tasks": ()}, "no task: give one of hellaswag, "),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(options, said):

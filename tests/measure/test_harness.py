@@ -66,7 +66,7 @@ def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused_as_hflm_refuses
     asked = instances("generate_until", [("He took the", {"until": ["."], "max_gen_toks": 40})])
     with pytest.raises(AssertionError, match="Invalid configuration"):
         theirs.generate_until(asked, disable_tqdm=True)
-    with pytest.raises(UsageError, match="max_gen_toks 40 leaves no room for a prompt: the model sees 40"):
+    with pytest.raises(UsageError, match="max_gen_toks 40 leaves no tokens for a prompt: the model's context has 40"):
         ours.generate_until(asked)
 
 

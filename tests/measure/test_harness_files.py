@@ -204,7 +204,7 @@ def test_a_file_of_prompts_is_read(place):
 
 def test_data_that_nobody_here_can_see_is_said(place):
     write(place, {"quiz.yaml": PLAIN.replace("json\n", "allenai/arc\n", 1)})
-    assert harness("quiz.yaml").untracked_inputs() == ["the data set allenai/arc of the hub"]
+    assert harness("quiz.yaml").untracked_inputs() == ["the dataset allenai/arc on the hub"]
     write(place, {"quiz.yaml": reading("{data_files: {test: 'https://x.example/d.json'}}")})
     assert harness("quiz.yaml").untracked_inputs() == ["https://x.example/d.json"]
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})

@@ -162,7 +162,7 @@ def test_a_malformed_task_is_refused_before_any_cell(task, message, tmp_path):
 def test_a_length_beyond_the_model_or_below_its_needles_is_refused(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     loaded, tokenizer = load(model), load_tokenizer(model)
-    with pytest.raises(UsageError, match="the model sees 512 tokens, fewer than 600"):
+    with pytest.raises(UsageError, match="prompts of 600 tokens exceed the model's context of 512"):
         needle.evaluate_needle(TorchModel(loaded, tokenizer), data.books_text(), NeedlePlan(lengths=(600,)))
     with pytest.raises(UsageError, match="6 needles do not fit into 40 tokens"):
         needle.evaluate_needle(TorchModel(loaded, tokenizer), data.books_text(), NeedlePlan(needles=6, lengths=(40,)))

@@ -102,7 +102,7 @@ def test_a_kind_twice_and_an_option_that_means_two_things_are_refused():
         kind = "other"
         options = (LIMIT, TaskOption("shout", "loudly", "How to ask.", str))
 
-    with pytest.raises(ValueError, match="options of their own named shout"):
+    with pytest.raises(ValueError, match="different options named shout"):
         tasks.register(Other)
 
 

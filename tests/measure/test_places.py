@@ -20,6 +20,6 @@ def cell(model, accuracies):
 def test_a_line_stands_for_what_is_even_and_nothing_is_drawn_where_all_is(tmp_path):
     plot_places([cell("even", [1.0, 1.0]), cell("b", [1.0, 0.5])], tmp_path / "places.svg")
     assert "even, needle:1:1: 100 % everywhere" in (tmp_path / "places.svg").read_text()
-    with pytest.raises(UsageError, match="no needle cell at 16 bits has places that differ"):
+    with pytest.raises(UsageError, match="no needle cell at 16 bits has an accuracy that differs by depth or length"):
         plot_places([cell("a", [1.0, 1.0])], tmp_path / "nothing.svg")
     assert not (tmp_path / "nothing.svg").exists()

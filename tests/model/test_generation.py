@@ -120,7 +120,7 @@ def test_an_empty_prompt_and_a_missing_chat_template_are_refused(model):
 
 def test_a_prompt_of_which_the_tokenizer_makes_no_token_is_refused(model):
     letters = Tokenizer(models.BPE({"a": 0}, []))
-    with pytest.raises(UsageError, match="encodes the prompt as no tokens"):
+    with pytest.raises(UsageError, match="the prompt has no tokens"):
         next(stream(model[0], PreTrainedTokenizerFast(tokenizer_object=letters), "☃", max_new_tokens=4))
 
 

@@ -75,7 +75,7 @@ def test_an_effort_is_a_rule(model, tmp_path, effort, rule):
 
 
 def test_an_effort_beside_a_rule_and_one_that_is_none_are_refused(model, tmp_path):
-    with pytest.raises(UsageError, match="effort chooses the rule; leave out rounding"):
+    with pytest.raises(UsageError, match="effort chooses the rounding rule; leave out rounding"):
         diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort="best", rounding="mse")
     with pytest.raises(UsageError, match="unknown effort 'bets'; did you mean 'best'"):
         diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort="bets")

@@ -107,9 +107,9 @@ CACHES = [
     ("e4m3:static", {"cache": "auto"}, "auto"),
     ("8:row", {"cache": "auto"}, "auto"),
     ("8:row", {"cache": "fp8"}, "fp8"),
-    ("8:row", {}, r"\(k 8:row, v 8:row\): its nearest is cache='fp8', .*; cache='auto' stores"),
-    ("8:row", {"memory": None}, "its nearest is cache='int8_per_token_head', one scale per token"),
-    ("4:row", {"memory": None}, "its nearest is cache='int4_per_token_head', which rotates channels and has a zero"),
+    ("8:row", {}, r"\(k 8:row, v 8:row\): the nearest is cache='fp8', .*; cache='auto' stores"),
+    ("8:row", {"memory": None}, "the nearest is cache='int8_per_token_head', one scale per token"),
+    ("4:row", {"memory": None}, "the nearest is cache='int4_per_token_head', which rotates channels and has a zero"),
     ("16", {"cache": "fp4"}, "vLLM has no cache 'fp4' on a CPU.*; choose from recipe, auto, fp8"),
 ]
 
@@ -189,7 +189,7 @@ def test_the_factors_that_vllm_takes_for_short_texts_are_said(vllm, tmp_path, co
     rope = LONGROPE | {"original_max_position_embeddings": 8}
     folder = write_checkpoint(tmp_path / "model", "diffllama", rope_parameters=rope)
     notes = plan_server(folder, **ASKED | {"context": context}).notes
-    assert [note for note in notes if "use context=8 for these" in note] == ([] if context == 8 else notes)
+    assert [note for note in notes if "use context=8 for short texts" in note] == ([] if context == 8 else notes)
     assert len(notes) == (context != 8)
 
 
@@ -247,7 +247,8 @@ def test_weights_in_floats_are_refused_naming_their_layout_and_what_to_serve(vll
     kept = {"*.down_proj": "16"}
     diffquant.quantize(POCKET, tmp_path / "floats", diffquant.Recipe.of(weights=weights, overrides=kept))
     with pytest.raises(
-        UsageError, match=rf"in the layout {layout}, which is not supported for serving yet; serve one with integers"
+        UsageError,
+        match=rf"in the layout {layout}, which is not supported for serving yet; serve a folder with integers",
     ):
         plan_server(tmp_path / "floats", **ASKED)
 
@@ -416,7 +417,7 @@ def test_what_the_folder_cannot_do_on_ranks_is_refused_before_anything_starts(vl
     wider = write_checkpoint(tmp_path / "wider", source, num_attention_heads=8, num_key_value_heads=4)
     diffquant.quantize(wider, tmp_path / "wide", {"weights": "8:row"})
     assert option(plan_server(tmp_path / "wide", **ASKED | {"ranks": 2}), "--tensor-parallel-size") == "2"
-    with pytest.raises(UsageError, match="needs the plugin on 2 ranks"):
+    with pytest.raises(UsageError, match="needs the plugin to run on 2 devices"):
         plan_server(tmp_path / "wide", **ASKED | {"ranks": 2, "implementation": "folder"})
 
 

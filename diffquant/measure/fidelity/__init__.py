@@ -20,7 +20,12 @@ Compared = tuple[Tensor, Tensor, Tensor, int | None]
 
 
 def cut_chunks(sides: Sequence[Side], text: str, context: int) -> Tensor:
-    """Cut a text's tokens into chunks [N, n] that do not overlap; an incomplete last chunk is dropped.
+    """Return a text's tokens as N chunks of n tokens [N, n] that do not overlap; an incomplete last chunk is dropped.
+
+    Args:
+        sides: models that will read the chunks. If one is a file of log-probabilities, its own chunks are returned.
+        text: text to cut; not used with such a file.
+        context: number n of tokens in a chunk; not used with such a file.
 
     Raises:
         UsageError: the models tokenize the text differently, or it is shorter than one chunk.
@@ -30,7 +35,9 @@ def cut_chunks(sides: Sequence[Side], text: str, context: int) -> Tensor:
         (one, chunks), *others = fixed
         for other, theirs in others:
             if not torch.equal(chunks, theirs):
-                raise UsageError(f"{one.name} and {other.name} were not made from the same tokens")
+                raise UsageError(
+                    f"{one.name} and {other.name} were not made from the same tokens; make both from the same text"
+                )
         return chunks
     (side, tokens), *more = [(side, side.tokens(text)) for side in sides]
     for other, made in more:
@@ -49,7 +56,12 @@ def cut_chunks(sides: Sequence[Side], text: str, context: int) -> Tensor:
 
 
 def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress) -> Compared:
-    """Compare the distributions of two models over the same chunks [N, n] at the P positions of their second halves.
+    """Compare the next-token distributions of two models over the same N chunks of n tokens.
+
+    The second half of each chunk is scored: P positions.
+
+    Args:
+        chunks: token ids [N, n].
 
     Returns:
         KL(reference ‖ candidate) in nats, float64 [N, P]; whether both have the same top-1 token, bool [N, P]; negative
@@ -93,10 +105,13 @@ def _check_vocabularies(*predicted: tuple[Side, Distributions]) -> None:
 
 
 def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> None:
-    """Write a model's distributions as llama.cpp's `--kl-divergence-base` file, which it and `compare` read.
+    """Write a model's next-token distributions in the format of llama.cpp's `--kl-divergence-base`.
+
+    Args:
+        chunks: token ids [N, n] of N chunks of n tokens.
 
     Raises:
-        UsageError: only the model's top-k tokens are known, or the file cannot be written.
+        UsageError: the model is a server, which returns only its top-k tokens, or the file cannot be written.
     """
 
     def predictions() -> Iterator[Distributions]:
@@ -104,7 +119,9 @@ def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> Non
         for number, chunk in enumerate(chunks):
             predicted = side.predict(number, _as_read(chunk, side), first)
             if predicted.ids is not None:
-                raise UsageError(f"{side.name} returns only its likeliest tokens, but the file needs all of them")
+                raise UsageError(
+                    f"{side.name} returns only its top-k tokens, but the file needs the whole vocabulary; give a folder"
+                )
             yield predicted
             progress(number + 1, len(chunks), "reading")
 
@@ -119,7 +136,11 @@ def _as_read(chunk: Tensor, side: Side) -> Tensor:
 
 
 def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
-    """Write a clause on how many of the scored tokens were also used to calibrate the checkpoint."""
+    """Write a clause on how many of the scored tokens were also calibration data of the checkpoint.
+
+    Args:
+        scored: token ids of each scored piece of text.
+    """
     record = source.path / RECORD
     if not source.packed or not record.is_file():
         return "the candidate's weights were not calibrated by diffquant"
@@ -127,7 +148,7 @@ def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
     digest, count = rounding.get("text"), int(rounding.get("tokens", 0))
     if (imatrix := rounding.get("imatrix")) is not None:
         data = ", ".join(imatrix["datasets"]) or "unknown data"
-        return f"the candidate was rounded by an imatrix of {data}, so it is unknown how much of it was scored"
+        return f"the candidate was rounded by an imatrix of {data}, so it is unknown how much of that was scored"
     if digest is None:
         return f"the candidate was rounded by {rounding.get('name', 'nearest')}, which needs no calibration data"
     known = f"the candidate was rounded by {rounding['name']} over {count:,} tokens of a text with digest {digest}"
@@ -136,6 +157,6 @@ def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
     except DiffQuantError:
         calibration = None
     if calibration is None or calibration.digest != digest:
-        return f"{known}, which is not available, so it is unknown how much of it was scored"
+        return f"{known}, which is not available, so it is unknown how much of that was scored"
     count = calibration.overlap(scored)
     return f"{known}, which contains {count:,} of the {sum(map(len, scored)):,} scored tokens"

@@ -29,7 +29,7 @@ _LEVELS = 65535
 
 
 class BaseFile(Side):
-    """A model of which only a file of its log-probabilities is available.
+    """A model that is given only as a file of its log-probabilities.
 
     Attributes:
         context: number n of tokens in a chunk.
@@ -45,7 +45,7 @@ class BaseFile(Side):
         """Open a file and check its size.
 
         Raises:
-            CheckpointError: it is not such a file, or is truncated.
+            CheckpointError: the file has another format, a damaged header, or is truncated.
         """
         check_plain(path)
         with path.open("rb") as stream:
@@ -56,11 +56,14 @@ class BaseFile(Side):
         _, self.context, self.vocabulary, self.chunks = _HEAD.unpack(head)
         if self.context < 4 or self.vocabulary < 2 or self.chunks < 1:
             raise CheckpointError(
-                f"{path} states a context of {self.context}, {self.vocabulary} tokens and {self.chunks} chunks"
+                f"{path} is damaged: its header states a context of {self.context}, a vocabulary of "
+                f"{self.vocabulary} and {self.chunks} chunks; at least 4, 2 and 1 are needed; write the file again"
             )
         size, expected = path.stat().st_size, self._start(self.chunks)
         if size < expected:
-            raise CheckpointError(f"{path} is cut short: it has {size} bytes, but its header announces {expected}")
+            raise CheckpointError(
+                f"{path} is truncated: it has {size} bytes instead of the {expected} in its header; write it again"
+            )
 
     @property
     def name(self) -> str:
@@ -103,7 +106,11 @@ def count_scored_positions(context: int) -> int:
 
 
 def write_base(path: Path, tokens: Tensor, predictions: Iterator[Distributions]) -> None:
-    """Write a text's tokens [chunks, n] and the distributions of each chunk, atomically.
+    """Write a file of log-probabilities, atomically.
+
+    Args:
+        tokens: token ids [chunks, n] of the text.
+        predictions: distributions of each chunk over the whole vocabulary, at its scored positions.
 
     Raises:
         UsageError: the file cannot be written.

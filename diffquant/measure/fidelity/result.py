@@ -71,7 +71,7 @@ class Fidelity(Readable):
         return cls(reference, candidate, text, *figures, settings)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return name, value and 95 % interval of each figure."""
+        """Return the table's rows: name, value and 95 % interval of each figure."""
         bound = "" if self.k is None else f", at least (top {self.k})"
         means = {"mean": self.mean, **self.quantiles}.items()
         rows = [(f"{name} KL, nats{bound}", f"{each.mean:.5f}", _interval(each, ".5f")) for name, each in means]
@@ -79,16 +79,16 @@ class Fidelity(Readable):
         percent = Difference(*(100 * end for end in asdict(self.agreement).values()))
         rows.append(("same top token", f"{percent.mean:.2f} %", _interval(percent, ".2f")))
         for name, value in zip(("reference", "candidate"), self.perplexities, strict=True):
-            rows.append((f"perplexity, {name}", "not told" if value is None else f"{value:.3f}", ""))
+            rows.append((f"perplexity, {name}", "unknown" if value is None else f"{value:.3f}", ""))
         return rows
 
     def summary(self) -> str:
-        """Write the table and what was compared as text."""
+        """Return what was compared, the table and the notes as text."""
         head = f"KL({self.reference['name']} ‖ {self.candidate['name']})"
         return "\n".join([head, *self._table().text_lines(), *self.notes()])
 
     def card(self) -> str:
-        """Write the table in Markdown, for a model card."""
+        """Return the fidelity section of a model card: a heading, the table and the notes in Markdown."""
         head = f"## Fidelity\n\nKL divergence of the next token from `{self.reference['name']}`, over {self._read()}.\n"
         return "\n".join([head, *self._table().markdown(), "", *self.notes()]) + "\n"
 
@@ -96,7 +96,7 @@ class Fidelity(Readable):
         return Table(("", "value", "95 % interval"), self.rows())
 
     def notes(self) -> list[str]:
-        """Explain how to read the figures."""
+        """Return sentences that explain how to read the figures."""
         parts = self.text["parts"]
         intervals = f"Intervals are over {parts} equal parts of it" if parts > 1 else "A single part gives no interval"
         notes = [f"Over {self._read()}. {intervals}."]
@@ -129,7 +129,12 @@ class Fidelity(Readable):
         return json.dumps(replace_nonfinite(self.to_dict()), indent=1, ensure_ascii=False) + "\n"
 
     def hub_entries(self, dataset: str) -> list[JsonObject]:
-        """Return the hub's .eval_results/*.yaml for a model: the mean KL, with all other figures in the notes.
+        """Return the content of a model's .eval_results/*.yaml, from which the Hugging Face hub shows results.
+
+        It has the mean KL as its value, and all other figures in its notes.
+
+        Args:
+            dataset: ORG/NAME of the text's dataset on the hub.
 
         Source: https://huggingface.co/docs/hub/eval-results
         """
@@ -177,7 +182,7 @@ def _quantiles(values: Tensor) -> dict[str, Difference]:
 
 
 def count_parts(chunks: int) -> int:
-    """Return the number of parts into which chunks are grouped, each one observation of the intervals."""
+    """Return the number of parts into which a text's chunks are grouped; intervals treat each as one observation."""
     return min(PARTS, chunks)
 
 
@@ -204,11 +209,11 @@ FILES = RunFiles(NUMBERS, frozenset({"reference", "candidate", "kl", "same_top_t
 
 
 def check_card(model: Path, dataset: str | None) -> None:
-    """Check in advance that a card and its hub entry can be written, and that diffquant wrote any existing entry.
+    """Check in advance that `put_on_card` can write, and that diffquant wrote any hub entry that it would replace.
 
     Raises:
-        OutputExistsError: something else wrote the entry.
-        UsageError: nothing can be written there.
+        OutputExistsError: a hub entry exists that diffquant did not write.
+        UsageError: the folder cannot be written.
     """
     check_writable(model)
     entry = model / HUB
@@ -217,11 +222,14 @@ def check_card(model: Path, dataset: str | None) -> None:
 
 
 def put_on_card(result: Fidelity, model: Path, dataset: str | None) -> list[Path]:
-    """Write the table into a folder's model card, replacing an earlier one, and write the folder's hub entry.
+    """Write the table into a model card, replacing an earlier table, and write a hub entry if `dataset` is given.
 
     Args:
-        model: folder of the candidate, with its card.
-        dataset: as in `write_fidelity`.
+        model: folder of the candidate.
+        dataset: ORG/NAME of the text's dataset on the hub, or None.
+
+    Returns:
+        Paths of the written files.
     """
     card, is_new = model / README, not (model / README).exists()
     kept = f"# {model.name}" if is_new else _SECTION.sub("", card.read_text(encoding="utf-8")).rstrip("\n")
@@ -242,10 +250,13 @@ def _write_for_hub(result: Fidelity, folder: Path, dataset: str | None) -> list[
 
 
 def write_fidelity(result: Fidelity, folder: Path, dataset: str | None) -> list[Path]:
-    """Write the result's files, and a hub entry if the text's dataset is given, which an entry must name.
+    """Write the result into a folder as JSON and as Markdown, and write a hub entry if `dataset` is given.
 
     Args:
         dataset: ORG/NAME of the text's dataset on the hub, or None.
+
+    Returns:
+        Paths of the written files.
     """
     texts = {NUMBERS: result.to_json(), CARD: result.card()}
     folder.mkdir(parents=True, exist_ok=True)

@@ -33,11 +33,12 @@ _LEAST_REST = 1e-7
 
 @dataclass(frozen=True)
 class Distributions:
-    """Next-token distributions at P positions, over the whole vocabulary or known only for the likeliest tokens.
+    """Next-token distributions at P positions, over the whole vocabulary of V tokens, or only K known tokens.
 
     Attributes:
-        logs: log-probabilities [P, V] in float32, or [P, K] of the known tokens; -inf where a position has fewer.
-        ids: known tokens [P, K], which include the top-k, or None if all are known; all other tokens count as one.
+        logs: log-probabilities [P, V] in float32, or [P, K] of the known tokens; -inf if a position has fewer than K.
+        ids: ids [P, K] of the known tokens, which include the top-k, or None if all V are known. All unknown tokens
+            count as one.
         k: number of top tokens known at every position, or None if all tokens are known.
         is_stored: whether they were read from llama.cpp's file, which cuts off small log-probabilities.
     """
@@ -54,7 +55,7 @@ class Distributions:
         return top if self.ids is None else self.ids.gather(1, top[:, None])[:, 0]
 
     def of(self, tokens: Tensor) -> Tensor:
-        """Return log-probabilities [P] of tokens [P]; NaN if a token's is unknown."""
+        """Return the log-probability [P] of one token id [P] per position; NaN if it is unknown."""
         if self.ids is None:
             return self.logs.gather(1, tokens[:, None])[:, 0]
         is_it = (self.ids == tokens[:, None]) & self.logs.isfinite()
@@ -101,16 +102,16 @@ class Side(ABC):
 
     @abstractmethod
     def about(self) -> JsonObject:
-        """Describe the model as plain data."""
+        """Return what a result records about the model."""
 
     @property
     def fixed_chunks(self) -> Tensor | None:
-        """The only tokens [chunks, n] it has distributions for, or None if it can read any text."""
+        """The only N chunks of token ids [N, n] for which it has distributions, or None if it can read any text."""
         return None
 
     @property
     def longest(self) -> int | None:
-        """Largest number of tokens in a chunk that it can read, or None if unknown."""
+        """Largest number of tokens in a chunk that the model can read, or None if unknown."""
         return None
 
     @abstractmethod
@@ -120,7 +121,7 @@ class Side(ABC):
     @property
     @abstractmethod
     def first_token(self) -> int | None:
-        """Token (BOS) with which the tokenizer begins every text, and which replaces a chunk's first one, or None."""
+        """Id of the BOS token that the tokenizer puts before every text, or None. It replaces a chunk's first token."""
 
     @abstractmethod
     def predict(self, number: int, ids: Tensor, first: int) -> Distributions:
@@ -133,7 +134,12 @@ class Side(ABC):
 
 
 class Model(Side):
-    """A model that runs in this process."""
+    """A model that runs in this process.
+
+    Args:
+        path: path of the checkpoint or exported folder, as its name.
+        about: what a result records about the model.
+    """
 
     def __init__(self, path: Path, model: "LanguageModel", about: JsonObject) -> None:
         self._path, self._model, self._about = path, model, about
@@ -218,8 +224,7 @@ class Server(Side):
         by_token = choice.get("prompt_logprobs")
         if by_token is None:
             raise DiffQuantError(
-                f"{self.address} answers without prompt_logprobs: only servers that return them, such as vLLM, can be "
-                "compared"
+                f"{self.address} does not return prompt_logprobs; use a server that does, such as vLLM"
             )
         return _parse_likeliest(by_token[first + 1 :], self._k)
 

@@ -80,7 +80,7 @@ class TaskFiles:
             raise UsageError(f"{self.yaml} refers to a file that cannot be read: {error}") from error
 
     def unseen(self) -> list[str]:
-        """List inputs that are not on this machine, so that changes go unnoticed, such as a dataset on the hub."""
+        """List inputs that are not on this machine, such as a dataset on the hub: changes to them are not noticed."""
         return self._data[1]
 
     @cached_property
@@ -123,7 +123,7 @@ class TaskFiles:
             elif path.startswith((".", "/", "~")):
                 absent.append(path)
             elif "/" in path or not (patterns or folders):
-                unseen.append(f"the data set {path} of the hub")
+                unseen.append(f"the dataset {path} on the hub")
         if not patterns:
             for folder in folders:
                 found.add(place := Path(folder).expanduser().absolute())

@@ -44,14 +44,14 @@ class HarnessModel(LM):
         self._device = model.device
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Return (log-probability, is greedy) of each (context, continuation)."""
+        """Return for each (context, continuation) its log-probability and whether greedy decoding would produce it."""
         encoded = self.encoder.requests(request.args for request in requests)
         answers = score(self.model, encoded, self.batch_tokens, self.progress)
         self._store("loglikelihood", requests, answers)
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Return the log-probability of each (text,), every token predicted once with the most context that fits."""
+        """Return the log-probability of each (text,); every token is predicted once, from as much context as fits."""
         windows = [self._windows(request.args[0]) for request in requests]
         scores = iter(score(self.model, [w for of_text in windows for w in of_text], self.batch_tokens, self.progress))
         totals = [sum(next(scores)[0] for _ in of_text) for of_text in windows]
@@ -59,7 +59,7 @@ class HarnessModel(LM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Return the continuation of each (context, generation arguments), cut at its first stop sequence."""
+        """Generate a continuation for each (context, generation arguments), cut at the first stop sequence."""
         answers = []
         for done, request in enumerate(requests, 1):
             context, arguments = request.args
@@ -104,8 +104,8 @@ class HarnessModel(LM):
         room = self.encoder.max_length - most_tokens
         if room < 1:
             raise UsageError(
-                f"max_gen_toks {most_tokens} leaves no room for a prompt: the model sees {self.encoder.max_length} "
-                "tokens; give the task fewer in its generation_kwargs"
+                f"max_gen_toks {most_tokens} leaves no tokens for a prompt: the model's context has "
+                f"{self.encoder.max_length}; set fewer in the task's generation_kwargs"
             )
         ids = self.encoder.encode(context)[-room:]
         continuation = self.model.generate(ids, most_tokens, stops, sampling)
@@ -185,5 +185,5 @@ def _sequences(batch_size: int | str) -> int | None:
     if text.partition(":")[0] == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"batch_size is a number of 1 or more, or auto, got {batch_size!r}")
+        raise UsageError(f"batch_size must be 1 or more, or auto, got {batch_size!r}")
     return int(text)

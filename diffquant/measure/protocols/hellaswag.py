@@ -110,9 +110,9 @@ def compute_reference(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> States:
-    """Compute a model's states at every token of the right endings, with which other models are compared.
+    """Compute a model's states at every token of the right endings, to compare other models with.
 
-    The right endings are what people wrote; with the wrong ones, four times as many states would have to be held.
+    People wrote only the right endings. The states of all endings would take four times the memory.
     """
     requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
     seen: list[int] = []
@@ -144,7 +144,7 @@ def _requests(
 
 
 def load_items(path: Path | None = None, limit: int | None = None) -> list[HellaSwagItem]:
-    """Read the first `limit` items of a JSONL file (packed by gzip or xz, or not), or of the bundled 1,000.
+    """Read the first `limit` items of a JSONL file (which may be compressed by gzip or xz), or of the bundled 1,000.
 
     A line is an original HellaSwag item (activity_label, ctx_a, ctx_b, endings, label) or a prepared one
     (query, endings, label).
@@ -194,7 +194,7 @@ def parse_item(entry: object) -> HellaSwagItem:
 
 
 def preprocess(text: str) -> str:
-    """Remove what lm-eval strips from WikiHow's half of the data."""
+    """Remove markup of WikiHow texts, such as [title], as lm-eval does."""
     text = text.strip().replace(" [title]", ". ")
     return "\n".join(map(_without_brackets, text.split("\n"))).replace("  ", " ")
 

@@ -47,7 +47,7 @@ _FEWEST_SENTENCES = 20
 
 @dataclass(frozen=True)
 class NeedlePlan:
-    """Settings that decide which items are made.
+    """Settings that determine the items.
 
     Attributes:
         needles: N, number of cities in a context, each with its magic number.
@@ -95,7 +95,7 @@ class NeedleItem:
     length: int
 
     def requests(self) -> list[tuple[str, str]]:
-        """Return (prompt, continuation) of every queried city, after the right answers to those before it."""
+        """Return (prompt, continuation) of every queried city; a prompt holds the right answers to earlier queries."""
         texts, so_far = [], self.context
         for city, number in self.asked:
             before, after = statement(city, number).split(f" {number}")
@@ -112,7 +112,7 @@ def evaluate_needle(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> tuple[list[NeedleItem], list[float]]:
-    """Make the items for a model's tokenizer, the first `limit` of them, and score them.
+    """Make the items of a plan with a model's tokenizer, and score the first `limit` of them.
 
     Returns:
         The items, and for each the fraction of queried cities whose number greedy decoding produces.
@@ -131,7 +131,11 @@ def evaluate_needle(
 
 
 def by_place(items: Iterable[NeedleItem], retrieved: Iterable[float]) -> list[dict[str, float]]:
-    """Compute the mean accuracy of each length and depth: the grid of figure 5."""
+    """Compute the mean accuracy at each prompt length and depth, the grid of figure 5.
+
+    Args:
+        retrieved: fraction of each item's queries that were answered rightly.
+    """
     cells: dict[tuple[int, float], list[float]] = {}
     for item, share in zip(items, retrieved, strict=True):
         cells.setdefault((item.length, item.depth), []).append(share)
@@ -142,25 +146,26 @@ def by_place(items: Iterable[NeedleItem], retrieved: Iterable[float]) -> list[di
 
 
 def make_items_for(model: LanguageModel, text: str, plan: NeedlePlan) -> list[NeedleItem]:
-    """Make the items of a plan, after checking that the model can read their lengths.
+    """Check that a plan's prompts fit into a model's context, and make its items with the model's tokenizer.
 
     Raises:
         UsageError: a length exceeds the model's context, the text has too few usable sentences, or the needles do not
             fit.
     """
-    seen = model.max_length
-    if max(plan.lengths) > seen:
+    longest = model.max_length
+    if max(plan.lengths) > longest:
         raise UsageError(
-            f"needle: the model sees {seen} tokens, fewer than {max(plan.lengths)}; give {option_name('lengths')}"
+            f"needle: prompts of {max(plan.lengths)} tokens exceed the model's context of {longest}; give shorter "
+            f"{option_name('lengths')}"
         )
     return make_items(model.tokenizer, text, plan)
 
 
 def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan) -> list[NeedleItem]:
-    """Make the items of a plan, cycling over depths and lengths, so that any first part of them is balanced.
+    """Make the items of a plan.
 
-    Items depend only on the arguments: a plan with more samples, or with its lengths in another order, contains the
-    same items.
+    They cycle over depths and lengths, so the first items are balanced, however many are used. Items depend only on
+    the arguments: a plan with more samples, or with its lengths in another order, contains the same items.
 
     Raises:
         UsageError: the tokenizer can encode too few of the text's sentences, or the needles do not fit.
@@ -255,7 +260,7 @@ def _draw_numbers(rng: random.Random, count: int) -> list[str]:
 
 
 def statement(city: str, number: str) -> str:
-    """Return the needle's sentence."""
+    """Return the needle: the sentence that states a city's magic number."""
     return f"The magic number for {city} is {number}."
 
 

@@ -57,7 +57,7 @@ def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObjec
 
 
 def check_same_environment(run: Run) -> None:
-    """Check that this process has the models, code and versions with which cells were planned.
+    """Check that this process has the models, code and versions with which a run's cells were planned.
 
     Raises:
         CheckpointError: some differ; the message names all of them.
@@ -99,7 +99,7 @@ class Worker:
         """Measure a cell and write its result, or its error.
 
         Args:
-            number: the cell's place in the run.
+            number: index of the cell in the run.
             is_patient: whether to wait for a cell that another sweep is measuring.
 
         Returns:
@@ -137,7 +137,7 @@ class Worker:
 
 
 def measure_all(run: Run, progress: Progress = silent, device: str | None = None) -> None:
-    """Measure cells in this process; those that other sweeps are measuring come last.
+    """Measure a run's cells in this process; cells that other sweeps are measuring come last.
 
     Raises:
         DiffQuantError: the folder of the cells is gone.
@@ -208,7 +208,13 @@ def _lock(cell: Cell, is_patient: bool) -> Iterator[bool]:
 
 
 def progress_within(progress: Progress, before: int, cells: int, caption: str) -> Progress:
-    """Return a callback that reports the progress of one cell as progress of the sweep."""
+    """Return a callback that reports the progress of one cell as progress of the sweep.
+
+    Args:
+        before: number of cells done before it.
+        cells: number of cells in the sweep.
+        caption: words for the cell.
+    """
     furthest = 0.0
 
     def on_progress(done: float, total: float, doing: str) -> None:

@@ -33,7 +33,7 @@ class ComparisonReport(Readable):
 
     Attributes:
         before, after: the two sources as the caller named them, A and B.
-        alone: results that only one of them has.
+        alone: results that only one source has.
         left_out: measures that could not be compared, and why.
     """
 
@@ -44,7 +44,7 @@ class ComparisonReport(Readable):
     left_out: list[str]
 
     def summary(self) -> str:
-        """Write a table with one row per measure, and notes on how to read it."""
+        """Return a table with one row per comparison, and notes on how to read it."""
         heads = ["configuration", "task", "measure", "n", "A", "B", "B - A [95 %]", "McNemar p", "flips"]
         table = align_columns(heads, [*map(_texts, self.comparisons)], 3)
         return "\n".join([f"A is {self.before}", f"B is {self.after}", "", *table, "", *self._notes()])
@@ -191,7 +191,7 @@ def _outcomes(source: str) -> list[_Named]:
         ) from error
     if not outcomes:
         known = ", ".join(dict.fromkeys(_point_name(point, sweep.names) for point in sweep.points))
-        raise UsageError(f"{source}: no measured configuration is called {words!r}; there are {known}")
+        raise UsageError(f"{source}: no measured configuration has the words {words!r}; choose from {known}")
     return outcomes
 
 

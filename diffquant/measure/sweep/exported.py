@@ -31,7 +31,7 @@ class ExportedModel:
         bits: width of its weights in bits; 16 if they are not quantized.
         scheme: precision of all its parts as the table shows it, such as "4:g32 kv 8".
         identity: plain data that determines its results.
-        sources: digests of the weight files it was made from, and of those its quantized source was made from.
+        sources: digests of the checkpoint's weight files, and of the files from which that checkpoint was quantized.
         weight_bytes: bytes of its weights on disk.
         kv_bytes: bytes per token of its KV cache, over all layers.
     """
@@ -167,7 +167,7 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
 
 
 def make_exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
-    """Make one point per folder, compared with the checkpoint it was made from if the sweep has it."""
+    """Make one configuration per exported folder, compared with its checkpoint if that is in the sweep."""
     if not exported:
         return []
 

@@ -33,6 +33,7 @@ class Sized:
 
     Attributes:
         model: name of the model.
+        task: name of the task that measured the KL.
         size: MB of its checkpoint, or kB per token of its KV cache.
         kl: mean KL in nats with its 95 % interval.
     """
@@ -67,7 +68,7 @@ class Sized:
 
 
 def list_sizes(sweep: SweepResult) -> list[Sized]:
-    """List every configuration that stores less and whose KL was measured, in the table's order."""
+    """List the configurations with quantized weights or caches whose KL was measured, in the table's order."""
     found = []
     for point, task in product(sweep.points, sweep.tasks):
         sizes, kl = sweep.find_any_result(point), kl_of(sweep, point, task)
@@ -80,12 +81,15 @@ def list_sizes(sweep: SweepResult) -> list[Sized]:
 
 
 def recommendations(found: Sequence[Sized], path_of: Mapping[str, str]) -> tuple[Table, dict[str, str]]:
-    """Recommend the smallest configuration with a small KL for each model, target and task; also return commands.
+    """Recommend the smallest configuration with a small KL for each model, target and task.
 
-    Where a KL has an interval, its upper end has to be small.
+    If a KL has an interval, its upper end has to be small.
 
     Args:
-        path_of: path of each model that `quantize` can read, by its name.
+        path_of: path by name of each model that `quantize` can read.
+
+    Returns:
+        A table with a row per recommendation, and by title the commands that make the recommended models.
     """
     lines, commands = [], {}
     for model, target, task in dict.fromkeys((e.model, e.point.target, e.task) for e in found):

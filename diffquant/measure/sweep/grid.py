@@ -38,7 +38,7 @@ class SweepOptions:
 
     Attributes:
         tasks: names of tasks in `diffquant.measure.tasks`, such as "hellaswag" or "needle:4:2".
-        bits: widths; the 16-bit baseline is always measured.
+        bits: bit widths; the 16-bit baseline is always measured.
         targets: names in `TARGETS`; each is quantized alone.
         recipes: YAML files of recipes, each measured unchanged in addition to the grid.
         scales: files of calibrated ranges for static schemes, at most one per model.
@@ -71,7 +71,7 @@ class SweepOptions:
         if self.batch_tokens is not None and self.batch_tokens < 1:
             wrong.append(f"batch tokens must be 1 or more, got {self.batch_tokens}")
         if not self.tasks:
-            wrong.append(f"no task: name {', '.join(task.usage for task in task_kinds())}")
+            wrong.append(f"no task: give one of {', '.join(sorted(task.usage for task in task_kinds()))}")
         if wrong:
             raise UsageError("; ".join(wrong))
         check_options(self.task_options)
@@ -79,7 +79,7 @@ class SweepOptions:
 
     @property
     def places(self) -> Places | None:
-        """Places that models are spread over, or None if each is on one device."""
+        """Devices and memories that models are spread over, or None if each model is on one device."""
         return Places.of(self.device, self.device_map, self.offload_folder)
 
     @property
@@ -99,13 +99,13 @@ class SweepOptions:
 
 
 def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
-    """List every configuration of the checkpoints, for each model 16 bits first and then from wide to narrow.
+    """List every configuration to measure: for each model 16 bits, then each target from the widest bits down.
 
     Raises:
         UsageError: no model, a model given twice, or an unknown target, width or granularity.
     """
     if not models:
-        raise UsageError("no model to sweep: name at least one checkpoint")
+        raise UsageError("no model to sweep: give at least one checkpoint")
     check_distinct(models)
     stems = [recipe.stem for recipe in options.recipes]
     if twice := sorted(find_duplicates(stems)):

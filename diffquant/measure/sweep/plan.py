@@ -44,7 +44,7 @@ _SIMULATED, _PLAIN = 6, 3
 def plan_sweep(
     models: Sequence[Path], options: SweepOptions, folder: Path, runtime_of: RuntimeOf | None
 ) -> tuple[Run, JsonObject]:
-    """Open every model and read every task's items.
+    """Plan a sweep: open every model, read every task's items, and list the cells to measure.
 
     Args:
         folder: folder of the cells.
@@ -133,7 +133,7 @@ def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> d
         ranges = read_any_ranges(file)
         owner = owners.get(ranges.model)
         if owner is None:
-            raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}")
+            raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}; leave it out")
         ranges.check_model(sources[owner], str(file))
         if owner in files_by_model:
             raise UsageError(
@@ -173,8 +173,8 @@ def describe_work(run: Run) -> str:
 def estimate_seconds(run: Run) -> float | None:
     """Estimate the seconds that the cells without a result take, or return None if some cannot be estimated.
 
-    The estimate uses the mean time of measured cells of the same model and task, or else the number of products and
-    this machine's speed.
+    It uses the mean time of measured cells of the same model and task. If there are none, it uses the number of
+    multiplications in the model and the speed of this machine.
     """
     held: dict[tuple[Path, str], list[float]] = {}
     for cell in run.cells:

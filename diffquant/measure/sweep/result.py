@@ -69,7 +69,7 @@ class SweepResult:
 
     @cached_property
     def names(self) -> dict[Path, str]:
-        """A unique name for each model."""
+        """A unique name for each model, by its path."""
         return model_names([point.model for point in self.points])
 
     @cached_property
@@ -93,7 +93,7 @@ class SweepResult:
         return [cell.result for cell in self.cells if cell.task == task and cell.result]
 
     def result_and_baseline(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]:
-        """Return a configuration's result and the 16-bit result that it is compared with; what is missing is None."""
+        """Return a configuration's result and the 16-bit result that it is compared with; a missing one is None."""
         full = None if point.is_baseline else self._baselines.get(point.compared_with)
         return self._result_by_point_and_task.get((id(point), task)), self._result_by_point_and_task.get(
             (id(full), task)
@@ -118,7 +118,7 @@ class SweepResult:
         """Check that every cell has a result.
 
         Raises:
-            FailedCellsError: cells failed; names each with its error, and holds this object as `result`.
+            FailedCellsError: cells failed; the message has each with its error, and `result` is this object.
         """
         if self.failed:
             lines = [f"{self.caption(cell)}: {cell.error}" for cell in self.failed]
@@ -210,7 +210,7 @@ def results_table(sweep: SweepResult) -> Table:
 
 
 def notes(sweep: SweepResult) -> list[str]:
-    """Write the notes below the table."""
+    """Return the notes below the table."""
     results_by_columns: dict[Columns, list[TaskResult]] = {}
     for task in sweep.tasks:
         results_by_columns.setdefault(kind_of(task).columns, []).extend(sweep.results_of(task))
@@ -240,7 +240,8 @@ def notes(sweep: SweepResult) -> list[str]:
     )
     if quantized:
         texts.append(
-            f"Weights that were quantized before this sweep: {quantized}. Their 16 bits are not the model as trained."
+            f"Models whose weights were already quantized before this sweep: {quantized}. Their 16-bit results are not "
+            "those of the model as trained."
         )
     texts += [
         f"{task} reads {', '.join(unseen)}: its stored results are kept even if that changes."

@@ -93,7 +93,7 @@ def run_sweep(
         done = sum(cell.read() is not None for cell in cells)
         raise KeyboardInterrupt(
             f"interrupted: {done} of {len(cells)} cells are done and kept in {folder}; "
-            "run the same command again to go on"
+            "run the same command again to resume"
         ) from None
     finally:
         remove_locks(cells)
@@ -199,7 +199,7 @@ def _note_overlap(source: Source, recipe: Recipe, tasks: Sequence[Task]) -> None
         for name, text in texts.items():
             tokens = encode_start(source.tokenizer, text, len(text))
             if count := calibration.overlap([tokens]):
-                message = "%s: %s of the text's %s tokens were read by rounding %s; give another text to compare"
+                message = "%s: %s of the text's %s tokens are also calibration data of %s; give another text to compare"
                 log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
 
 

@@ -56,7 +56,7 @@ class Subject(Protocol):
         """Return the 16-bit model's outputs that a task compares a recipe's with, or None if there is no comparison."""
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
-        """Run a task under a recipe, by default the model's own, and return the result with its time and stored sizes.
+        """Run a task under a recipe, by default the recorded one, and return the result with its time and stored sizes.
 
         Raises:
             NotFiredError: a layer did not quantize its logits or operands.
@@ -72,7 +72,7 @@ def run_timed(task: Task, model: LanguageModel, reference: States | None, progre
 
 
 def run_key(dtype: torch.dtype, device: str) -> JsonObject:
-    """Return the settings that every result depends on, also those of exported models."""
+    """Return the settings on which every result depends, of checkpoints and of exported folders."""
     return {"dtype": dtype_name(dtype), "versions": versions_of_run(device)}
 
 
@@ -151,7 +151,7 @@ class CheckpointSubject:
         return replace(result, weight_bytes=nbytes, kv_bytes=kv_bytes_per_token(model), logit_report=report)
 
     def model(self, recipe: Recipe | None) -> CausalModel:
-        """Return the model under a recipe, its own by default; it is read again only if the weights differ."""
+        """Return the model under a recipe, by default its recorded one; loads weights only if their schemes changed."""
         wanted, _ = recipe_of_run(self.source, recipe)
         if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):
             if self._loaded is not None:
@@ -185,7 +185,12 @@ def weight_bytes(source: Source, recipe: Recipe) -> int:
 
 
 def state_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
-    """Measure bytes per token of one layer's keys or values under a scheme, averaged over 1,024 tokens."""
+    """Measure bytes per token of one layer's keys or values under a scheme, averaged over 1,024 tokens.
+
+    Args:
+        heads: number of heads in the cache.
+        width: number of channels of a head.
+    """
     states = PackedStates(scheme, 0)
     states.append(torch.zeros(1, heads, _KV_TOKENS, width, dtype=torch.bfloat16))
     return states.nbytes / _KV_TOKENS

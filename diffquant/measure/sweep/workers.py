@@ -42,11 +42,11 @@ class Remote(Protocol):
         """
 
     def stop(self) -> None:
-        """End it at once."""
+        """End the worker at once."""
 
 
 def share(run: Run, size: int, start: Callable[[int], Remote], progress: Progress) -> None:
-    """Have cells measured by up to `size` workers.
+    """Measure a run's cells with up to `size` workers.
 
     A worker first takes cells with the weights that it holds, then cells with weights that no other worker is using. If
     a worker dies, the cell that it was measuring is recorded as failed, and a new worker replaces it.
@@ -147,7 +147,7 @@ def _check_memory(run: Run, devices_by_place: Sequence[str | None]) -> str:
     said = []
     for memory in dict.fromkeys(memories):
         count, free = memories.count(memory), free_memory() if memory == "main memory" else _free_on(memory)
-        said.append(f"{count} x {most / 1e9:.2f} GB of weights in {free / 1e9:.2f} GB of {memory} that are free")
+        said.append(f"{count} x {most / 1e9:.2f} GB of weights, {free / 1e9:.2f} GB of {memory} free")
         if count * most > free:
             raise UsageError(
                 f"too little memory: {said[-1]}; take fewer {option_name('workers')}, or {option_name('device_map')}"
@@ -165,13 +165,15 @@ class Process:
     """A worker in a separate process, which ends when this one ends."""
 
     def __init__(self, run: bytes, device: str | None, threads: int) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             run: the pickled run.
+            device: device that computes, by default the planned one.
+            threads: number of torch's threads.
 
         Raises:
-            DiffQuantError: it died at once.
+            DiffQuantError: the process died at once.
         """
         # The current folder may be a model's, so no module may be imported from it.
         before = os.environ.get("PYTHONSAFEPATH")

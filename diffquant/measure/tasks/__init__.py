@@ -16,29 +16,29 @@ _Task = TypeVar("_Task", bound=type[Task])
 
 
 def register(task: _Task) -> _Task:
-    """Make a task known under its kind; a class decorator.
+    """Register a task's class under its kind; a class decorator.
 
     Raises:
-        ValueError: the kind is already registered, or another option has the same name.
+        ValueError: the kind is already registered, or another task has a different option with the same name.
     """
     if task.kind in _KINDS:
         raise ValueError(f"task {task.kind!r} is registered twice")
     known = {option.name: option for other in _KINDS.values() for option in other.options}
     conflicting = [option.name for option in task.options if known.get(option.name, option) != option]
     if conflicting:
-        raise ValueError(f"other tasks have options of their own named {', '.join(conflicting)}")
+        raise ValueError(f"other tasks have different options named {', '.join(conflicting)}")
     _KINDS[task.kind] = task
     return task
 
 
 def task_kinds() -> list[type[Task]]:
-    """Return every known task."""
+    """Return the class of every task."""
     _import_tasks()
     return list(_KINDS.values())
 
 
 def kind_of(name: str) -> type[Task]:
-    """Return the class of the task with a name.
+    """Return the class of the task with a name, such as "needle:4:2".
 
     Raises:
         UsageError: there is no such task.
@@ -67,7 +67,7 @@ def check_options(values: Mapping[str, object]) -> None:
     """Check that some task has each of these options.
 
     Raises:
-        UsageError: none has; all such are named.
+        UsageError: no task has one of them; the message names all such options.
     """
     unknown = sorted(values.keys() - {option.name for option in task_options()})
     if unknown:
@@ -78,8 +78,8 @@ def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens:
     """Make the tasks with these names, each once, and read their items and text.
 
     Raises:
-        UsageError: an unknown task, items or text that cannot be read, or an option is given that none of the tasks
-            has; all of them are named.
+        UsageError: a task is unknown, items or text cannot be read, or none of the tasks has an option; the message
+            names all such errors.
         MissingDependencyError: a package that a task needs is not installed.
     """
     tasks, faults = [], []

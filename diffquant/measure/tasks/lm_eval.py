@@ -38,7 +38,7 @@ class Harness(Task):
     """A task of lm-eval.
 
     Attributes:
-        task: name that lm-eval knows, or path of the YAML file of a task or a group of tasks.
+        task: name of a task in lm-eval, or path of the YAML file of a task or a group of tasks.
         limit: number of items of each subtask, all by default.
     """
 
@@ -77,11 +77,13 @@ class Harness(Task):
         return _task_files(self.task).unseen() if _is_file(self.task) else ["the data that lm-eval fetches for it"]
 
     def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
-        """Run it; return all of its metrics, and one preferred metric item by item under the task's first filter.
+        """Run the task, and return all of its metrics.
+
+        The score is the first metric of `_PREFERRED` that the task has, item by item, under the task's first filter.
 
         Raises:
             MissingDependencyError: lm-eval is not installed.
-            UsageError: lm-eval knows no such task, or it has no metric.
+            UsageError: lm-eval has no such task, or the task has none of these metrics.
         """
         require_lm_eval()
         from lm_eval import simple_evaluate
@@ -117,7 +119,7 @@ def require_trust(task: str, is_trusted: bool) -> None:
     """Check that the user trusts a task's YAML file to run code, and log what runs; lm-eval's own files are trusted.
 
     Raises:
-        UsageError: it is not lm-eval's own, and the user did not say that it is trusted.
+        UsageError: the file is not part of lm-eval, and `is_trusted` is not set.
     """
     if not _is_file(task):
         return

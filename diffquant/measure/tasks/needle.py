@@ -42,7 +42,7 @@ LENGTHS = TaskOption[tuple[int, ...]](
 
 
 def accuracy_by_place(cell: Cell) -> dict[tuple[float, int], float]:
-    """Return the accuracy of a needle cell in percent by depth and length."""
+    """Return the accuracy of a needle cell in percent, by (depth, prompt length)."""
     places = cell.result.details["by_place"] if cell.result else []
     return {(place["depth"], int(place["length"])): 100 * place["accuracy"] for place in places}
 
@@ -50,18 +50,20 @@ def accuracy_by_place(cell: Cell) -> dict[tuple[float, int], float]:
 def plot_places(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
     """Draw needle accuracy at 16 bits by depth (rows) and length (columns), with a panel per model and task.
 
-    If the accuracy is the same at all places, a line of text replaces the panel.
+    If the accuracy is the same at all depths and lengths, a line of text replaces the panel.
 
     Args:
-        path: file, whose suffix determines the format.
+        cells: needle cells, each with its model's name.
+        path: file to write, whose suffix determines the format.
 
     Raises:
-        UsageError: no needle cell was measured at 16 bits, or each has the same accuracy at all places.
+        UsageError: no needle cell was measured at 16 bits, or each has the same accuracy at all depths and
+            lengths.
     """
     panels = {(name, cell.task): accuracy_by_place(cell) for name, cell in cells if cell.point.is_baseline}
     differing = {key: places for key, places in panels.items() if len({*places.values()}) > 1}
     if not differing:
-        raise UsageError("nothing to plot: no needle cell at 16 bits has places that differ")
+        raise UsageError("nothing to plot: no needle cell at 16 bits has an accuracy that differs by depth or length")
     models, tasks = (list(dict.fromkeys(names)) for names in zip(*differing, strict=True))
     even = [
         f"{model}, {task}: {next(iter(places.values())):.0f} % everywhere"

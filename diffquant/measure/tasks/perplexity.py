@@ -84,8 +84,9 @@ class Perplexity(Task):
     """Perplexity of a text in windows.
 
     Attributes:
-        text: text that is read.
-        window, stride: number of tokens seen at once, and from one window to the next.
+        text: text to score.
+        window: number of tokens in a window.
+        stride: number of tokens from one window to the next.
     """
 
     kind: ClassVar = "perplexity"
@@ -203,7 +204,7 @@ def _perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         raise NonFiniteError(
-            f"a loss of {loss:,.0f} nats per token has no finite perplexity; weights or recipe are broken"
+            f"a loss of {loss:,.0f} nats per token has no finite perplexity; check the weights and the recipe"
         ) from None
 
 

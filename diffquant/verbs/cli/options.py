@@ -97,7 +97,7 @@ class Option:
 
 
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:
-    """Return the current name of each option's former name, which still works."""
+    """Return the current option name for each former name, which still works."""
     return {option.kind.former_name: option.name for option in list_options(verb) if option.kind.former_name}
 
 

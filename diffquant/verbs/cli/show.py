@@ -34,13 +34,13 @@ def _as_json(result: Any, _: Values) -> str:
 
 @dataclass(frozen=True)
 class ResultView:
-    """How the command line prints a verb's result. Functions get the result and the verb's arguments.
+    """How the command line prints a verb's result.
 
     Attributes:
-        text: text for people, or None if there is none.
-        data: JSON for programs, or None if the verb has none.
-        plan: text of what is only planned.
-        details: text that only --details prints, or None if the verb has none.
+        text: function from the result and the verb's arguments to the text to print, or to None to print nothing.
+        data: function from the result and the verb's arguments to JSON, or None if the verb has no JSON output.
+        plan: function from a plan to the text to print.
+        details: function from the result to the text that only --details prints, or None if there is no such text.
     """
 
     text: Callable[[Any, Values], str | None] = _as_text
@@ -92,9 +92,10 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def print_notes(as_json: bool) -> Iterator[None]:
-    """Print verbs' messages on stderr inside the context, and when it exits those that belong after the result.
+    """Print verbs' messages on stderr inside the context.
 
-    The latter go to stdout, or to stderr if they are asides or `as_json` is set.
+    Messages that belong after the result are printed when the context exits: on stdout, or on stderr if they are asides
+    or `as_json` is set.
 
     Args:
         as_json: whether stdout must contain only JSON.
@@ -137,7 +138,7 @@ def _import_when_called(place: str) -> Callable[[Any, Values], str]:
 
 
 def print_piece(piece: str) -> None:
-    """Print a piece of a text as it comes."""
+    """Print a piece of generated text, without a line break."""
     clear_line()
     typer.echo(piece, nl=False)
 

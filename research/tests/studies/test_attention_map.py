@@ -322,7 +322,7 @@ def test_a_model_without_a_tokenizer_is_told_before_another_is_measured(models, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--lengths", "600"), "the model sees 512 tokens, fewer than 600"),
+        (("--lengths", "600"), "prompts of 600 tokens exceed the model's context of 512"),
         (("--needles", "6", "--lengths", "40"), "6 needles do not fit into 40 tokens"),
         (("--needles", "0"), "0 needles"),
         (("--samples", "0"), "samples 0"),
