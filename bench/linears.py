@@ -1,11 +1,7 @@
-"""Speed of linear layers, quantized and dense, and of whole models' forward passes in tokens per second.
-
-The latter is a table like the paper's Table 7 (arXiv 2410.05258, forward columns), for sizes that this machine can run.
-"""
+"""Speed of linear layers, quantized and dense."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +13,6 @@ from diffquant.benchmarks.contest import TOLERANCES, format_error
 from diffquant.benchmarks.measuring import prepare, run_in_turns
 from diffquant.benchmarks.workloads import Model
 from diffquant.recipe.numbers.formats import format_named
-from diffquant.reports.tables import markdown
 from diffquant.support.progress import Progress, silent
 
 SECTION = "linear"
@@ -206,94 +201,3 @@ def _check(cell: BenchCell, layers: Layers, x: Tensor, weight: Tensor, bits: int
 
 def _relative(values: Tensor, wanted: Tensor) -> float:
     return float((values.float() - wanted.float()).norm() / wanted.float().norm())
-
-
-THROUGHPUT = "throughput"
-TRANSFORMER, V1, V2 = "Transformer", "DIFF V1", "DIFF V2"
-
-
-def run_throughput(
-    models: Sequence[Model], lengths: Sequence[int], batch: int, dtype: str, device: str, repeats: int,
-    progress: Progress = silent,
-) -> list[BenchCell]:  # fmt: skip
-    """Time forward passes of each model as Transformer, DIFF V1 and DIFF V2, with random weights, at each length."""
-    cells = []
-    for done, model in enumerate(models):
-        forms = {name: _random_model(model, name, max(lengths), dtype, device) for name in (TRANSFORMER, V1, V2)}
-        for length in lengths:
-            progress(done, len(models), f"throughput: {model.name}, {length} tokens")
-            cells += _measure_forms(model, forms, length, batch, dtype, device, repeats)
-    return cells
-
-
-def smaller(model: Model, layers: int, vocabulary: int) -> Model:
-    """Return a model with fewer layers and a smaller vocabulary."""
-    return replace(model, name=f"{model.name} of {layers} layers", layers=layers, vocabulary=vocabulary)
-
-
-@torch.inference_mode()
-def _measure_forms(
-    model: Model, forms: dict[str, Any], length: int, batch: int, dtype: str, device: str, repeats: int
-) -> list[BenchCell]:
-    generator = torch.Generator(device).manual_seed(0)
-    ids = torch.randint(model.vocabulary, (batch, length), generator=generator, device=device)
-    calls = {name: prepare(partial(form, ids, use_cache=False), device) for name, form in forms.items()}
-    workload = f"{model.name}, {length} tokens, batch {batch}, {dtype}"
-    return [
-        BenchCell(
-            THROUGHPUT,
-            workload,
-            name,
-            unit="tokens/s",
-            values=tuple(1e3 * batch * length / ms for ms in times),
-            baseline=TRANSFORMER,
-            length=length,
-            facts={"parameters": float(sum(p.numel() for p in forms[name].parameters()))},
-        )
-        for name, times in run_in_turns(calls, repeats).items()
-    ]
-
-
-def _random_model(model: Model, form: str, context: int, dtype: str, device: str) -> Any:
-    from diffquant.model.config import DiffTransformerConfig
-    from diffquant.model.modeling import DiffTransformer
-
-    torch.manual_seed(0)
-    config = DiffTransformerConfig(
-        vocab_size=model.vocabulary,
-        hidden_size=model.hidden,
-        intermediate_size=model.inner,
-        num_hidden_layers=model.layers,
-        num_attention_heads=2 * model.pairs,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        spec=_spec(model, form),
-    )
-    return DiffTransformer(config).to(device, getattr(torch, dtype)).eval()
-
-
-def _spec(model: Model, form: str) -> dict[str, Any]:
-    """Return a form's spec: a Transformer with 2h heads, V1 with h pairs, or V2 with 2h pairs and 2h KV heads."""
-    from diffquant.family.spec import DiffSpec
-
-    heads, width = 2 * model.pairs, model.width
-    if form == TRANSFORMER:
-        spec = DiffSpec(heads, heads, width, width, maps=1)
-    elif form == V1:
-        spec = DiffSpec(model.pairs, model.pairs, width, 2 * width, lam="exp", post_norm="plain", scale_by_init=True)
-    else:
-        spec = DiffSpec(heads, heads, width, width, shared_k=True, lam="sigmoid")
-    return spec.to_dict()
-
-
-def table7(cells: Sequence[BenchCell]) -> str:
-    """Return a Markdown table like the paper's Table 7: the Transformer's speed, then DIFF's with its change."""
-    rows = []
-    for workload in dict.fromkeys(cell.workload for cell in cells):
-        by_path = {cell.path: cell for cell in cells if cell.workload == workload}
-        baseline, *forms = (by_path[form].median if form in by_path else None for form in (TRANSFORMER, V1, V2))
-        if baseline is not None:
-            texts = [f"{now:.0f} ({now / baseline - 1:+.0%})" if now else "-" for now in forms]
-            rows.append([workload.split(",")[0], str(by_path[TRANSFORMER].length), f"{baseline:.0f}", *texts])
-    return "\n".join(markdown(["model", "length", "Transformer, tokens/s", V1, V2], rows))

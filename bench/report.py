@@ -6,7 +6,6 @@ from typing import Any
 
 from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.benchmarks.contest import SECTIONS
-from diffquant.benchmarks.linears import THROUGHPUT, table7
 from diffquant.benchmarks.plots import plot_names, plots
 from diffquant.reports.page import Block, Drawing, Items, Report, Section, facts
 from diffquant.reports.plots import as_svg
@@ -42,9 +41,6 @@ def markdown(result: BenchResult) -> str:
     for (section, workload), (table, missing) in _tables(result).items():
         lines += [f"## {section}: {workload}", "", *([*table.markdown(), ""] if table.rows else [])]
         lines += [f"- {reason}" for reason in missing] + [""]
-    seven = table7([cell for cell in result.cells if cell.section == THROUGHPUT])
-    if seven.count("\n") > 1:
-        lines += ["## Throughput, forward, in the form of arXiv 2410.05258, Table 7", "", seven, ""]
     return "\n".join([*lines, *(f"- {note}" for note in _notes(result)), ""])
 
 

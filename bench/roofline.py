@@ -14,15 +14,16 @@ from pathlib import Path
 import torch
 
 from diffquant.benchmarks.measuring import prepare, run_in_turns
-from diffquant.benchmarks.workloads import Workload, count_visible_logits
+from diffquant.benchmarks.workloads import Workload
+from diffquant.model.walk import count_visible_logits
 
 _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 _SIDE = {"cpu": 1536, "cuda": 8192}
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[str, dict[str, float]]:
-    """Measure the speeds of this machine; the best repeat counts.
+def measure_roofline(device: str, dtypes: list[str]) -> dict[str, dict[str, float]]:
+    """Measure the speeds of this machine; the best of three counts.
 
     Returns:
         "copy": bytes read and written per second; "matmul": operations per second by dtype; "cache": size of the
@@ -35,7 +36,7 @@ def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[s
     for name in dtypes:
         a, b = (torch.randn(side, side, device=device).to(getattr(torch, name)) for _ in range(2))
         calls[name] = prepare(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
-    best = {name: min(times) / 1e3 for name, times in run_in_turns(calls, repeats).items()}
+    best = {name: min(times) / 1e3 for name, times in run_in_turns(calls, 3).items()}
     matmul = {name: 2 * side**3 / best[name] for name in dtypes}
     speeds = {"copy": {"bytes a second": 2 * data.nbytes / best["copy"]}, "matmul": matmul}
     cache = hardware_cache_bytes(device)
@@ -109,7 +110,7 @@ def count_eager_halves(work: Workload) -> Count:
 def count_transformer(work: Workload) -> Count:
     """Count operations and bytes of one fused kernel for the matched Transformer, with 2h heads for h DIFF pairs."""
     model = work.model
-    entries = count_visible_logits(work.queries, work.keys) * work.batch * 2 * model.pairs
+    entries = count_visible_logits(work.batch * 2 * model.pairs, work.queries, work.keys)
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs
     q = work.batch * work.queries * 2 * model.pairs * model.width
     kv = work.batch * work.keys * kv_heads * model.width
@@ -117,7 +118,7 @@ def count_transformer(work: Workload) -> Count:
 
 
 def _operations(work: Workload, *, qk: int, pv: int) -> int:
-    entries = count_visible_logits(work.queries, work.keys) * work.batch * work.model.pairs
+    entries = count_visible_logits(work.batch * work.model.pairs, work.queries, work.keys)
     return 2 * entries * (qk * work.model.width + pv * work.model.value_width)
 
 

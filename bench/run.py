@@ -117,24 +117,10 @@ def _linear(options: BenchOptions) -> dict[str, Part]:
     return {name: partial(measure, find_model(name)) for name in names}
 
 
-def _throughput(options: BenchOptions) -> dict[str, Part]:
-    if options.device == "cuda":
-        model, lengths = find_model("3B"), (2048, 4096)
-    else:
-        model, lengths = linears.smaller(find_model("830M"), 2, 8192), (512, 1024)
-
-    def measure(progress: Progress) -> list[BenchCell]:
-        repeats = min(options.repeats, 3)
-        return linears.run_throughput([model], lengths, 1, options.chosen_dtype, options.device, repeats, progress)
-
-    return {model.name: measure}
-
-
 PARTS: dict[str, SectionParts] = {
     "attention": _contest("attention", 1),
     "decode": _contest("decode", _DECODE_FACTOR),
     "linear": _linear,
-    "throughput": _throughput,
 }
 
 
@@ -263,7 +249,7 @@ def write_bench_outputs(result: BenchResult, folder: Path) -> list[Path]:
     """Write bench.md, bench.csv, report.html and the plots into the folder of bench.json; return all their paths."""
     from diffquant.benchmarks.plots import plots
     from diffquant.benchmarks.report import bench_report, csv_table, markdown
-    from diffquant.reports.run import write_run
+    from diffquant.reports.page import write_run
 
     texts = {"bench.md": markdown(result), "bench.csv": csv_table(result)}
     pictures = {f"{name}.png": partial(figure.savefig, dpi=160) for name, (_, figure, _) in plots(result).items()}

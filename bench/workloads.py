@@ -202,9 +202,3 @@ def _length(text: str, all_text: str) -> int:
             f"cannot read {all_text!r}: {text!r} is not a count; expected a value such as 512,1K or 1K-16K"
         )
     return int(digits) * factor
-
-
-def count_visible_logits(queries: int, keys: int) -> int:
-    """Count the logits of one map that a causal mask leaves visible; the queries are the last tokens of the keys."""
-    hidden = keys - queries
-    return queries * hidden + queries * (queries + 1) // 2

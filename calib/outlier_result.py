@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffquant.reports.page import Charts, Drawing, Report, Section, facts
+from diffquant.reports.page import Charts, Drawing, Report, Section, facts, write_run
 from diffquant.reports.plots import (
     Tips,
     drawing,
@@ -19,7 +19,6 @@ from diffquant.reports.plots import (
     plain_log_scale,
     tidy,
 )
-from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
 from diffquant.support.files import read_text_or_xz
 from diffquant.support.outputs import RunFiles

@@ -1,13 +1,27 @@
-"""An exported folder's descriptions: model card, genai_config.json, web.json, and a portable folder's config.json."""
+"""An exported folder's descriptions: model card, record, genai_config.json, web.json, and config.json."""
 
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoints.side_files import front_matter
+from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.side_files import front_matter, read_json
 from diffquant.checkpoints.texts import SpecialTokens
+from diffquant.errors import CheckpointError
 from diffquant.model.config import DiffTransformerConfig
+from diffquant.onnx.graph.linears import container_bits
 from diffquant.onnx.graph.plan import ExportPlan, key_width
+from diffquant.onnx.graph.streaming import Streamed
+from diffquant.onnx.manifest import write_manifest
 from diffquant.onnx.runtime.device import RuntimeDevice
 from diffquant.quantization.descriptions import FAMILY
+from diffquant.quantization.engine_folder import remove_code_files
+from diffquant.quantization.foreign_code import describe_left_out, leave_out_code
+from diffquant.reports.tables import stored_bits
+from diffquant.support.digests import FileDigests
+from diffquant.support.files import write_atomically
 from diffquant.support.terminal import markdown_code, markdown_text
 
 _CARD = """{head}
@@ -163,3 +177,72 @@ def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
         "pad_token_id": tokens.pad,
         "transformers.js_config": {"dtype": "fp32", "use_external_data_format": {"model.onnx": 1}},
     }
+
+
+def write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> tuple[str, ...]:
+    """Write config.json, genai_config.json, web.json, the model card and diffquant.json.
+
+    Returns:
+        Notes on custom code of the checkpoint that was not copied.
+    """
+    checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
+    config, left_out = leave_out_code(folder, checkpoint.config)
+    config.pop("diff_model", None)
+    left_out += remove_code_files(folder)
+    if plan.options.portable:
+        config = portable_config(plan, tokens)
+    # A checkpoint may omit it and rely on its family's default.
+    config |= {"max_position_embeddings": plan.config.max_position_embeddings}
+    descriptions = {"config.json": config}
+    if plan.options.cache:
+        descriptions[GENAI_FILE] = genai_config(plan, tokens)
+    if plan.options.web:
+        descriptions[WEB_FILE] = web_description(plan.config, tokens)
+    for name, description in descriptions.items():
+        write_atomically(folder / name, json.dumps(description, indent=2) + "\n")
+    write_atomically(folder / "README.md", exported_card(plan))
+    write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
+    return describe_left_out(left_out, folder)
+
+
+def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return diffquant.json's entry about the checkpoint."""
+    return {
+        "name": checkpoint.name,
+        "model_type": checkpoint.config.get("model_type"),
+        "bytes": checkpoint.stored_nbytes,
+        **FileDigests.of(checkpoint.weight_files()).to_dict(),
+        "origin": _origin_digests(checkpoint).to_dict(),
+    }
+
+
+def _origin_digests(checkpoint: Checkpoint) -> FileDigests:
+    """Return digests of the files that `quantize` made a checkpoint from; empty if `quantize` did not write it."""
+    record = checkpoint.path / "diffquant.json"
+    try:
+        return FileDigests.read(read_json(record).get("source", {}) if record.is_file() else {})
+    except TypeError as error:
+        raise CheckpointError(f"{record} is not a record of diffquant's ({error}); quantize the model again") from error
+
+
+def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str, Any]:
+    """Return diffquant.json's entry about each quantized weight, by name."""
+    nbytes = packed_bytes(streamed)
+    return {
+        name: {
+            "bits": matrix.scheme.bits,
+            "container_bits": container_bits(matrix.scheme),
+            "stored_bits": round(stored_bits(nbytes[matrix.module], matrix.elements), 4),
+            "granularity": matrix.scheme.granularity_text,
+        }
+        for name, matrix in plan.matrices.items()
+        if matrix.has_codes
+    }
+
+
+def packed_bytes(streamed: Sequence[Streamed]) -> dict[str, int]:
+    """Return each module's bytes of codes and scales."""
+    nbytes: dict[str, int] = defaultdict(int)
+    for tensor in streamed:
+        nbytes[tensor.name.rpartition(".weight_")[0]] += tensor.nbytes
+    return nbytes

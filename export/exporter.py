@@ -2,31 +2,20 @@
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import onnx
 from tokenizers import Tokenizer
 
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
 from diffquant.checkpoints.ranges import Ranges, read_ranges, write_ranges
-from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import checkpoint_key
-from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.texts import read_special_tokens
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.onnx.descriptions import (
-    GENAI_FILE,
-    WEB_FILE,
-    exported_card,
-    genai_config,
-    portable_config,
-    web_description,
-)
+from diffquant.onnx.descriptions import packed_bytes, write_descriptions
 from diffquant.onnx.files import RANGES_FILE
 from diffquant.onnx.graph.linears import container_bits
 from diffquant.onnx.graph.plan import (
@@ -38,16 +27,11 @@ from diffquant.onnx.graph.plan import (
     static_scales,
 )
 from diffquant.onnx.graph.streaming import Streamed, assign_offsets, write
-from diffquant.onnx.manifest import write_manifest
 from diffquant.onnx.options import ExportOptions, check_runtime
 from diffquant.onnx.runtime.device import cuda_notes
-from diffquant.quantization.descriptions import describe_left_out
-from diffquant.quantization.engine_folder import remove_code_files
-from diffquant.quantization.foreign_code import leave_out_code
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.reports.tables import compare_size, megabytes, stored_bits
-from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import versions
 from diffquant.support.names import option_name
@@ -153,7 +137,7 @@ def write_export(
         onnx.save(model, folder / layout.model)
         if ranges is not None:
             write_ranges(folder / RANGES_FILE, ranges)
-        left_out = _write_descriptions(plan, streamed, folder)
+        left_out = write_descriptions(plan, streamed, folder)
         bytes_after = sum((folder / name).stat().st_size for name in (layout.model, layout.data))
     return OnnxReport(
         destination,
@@ -214,67 +198,6 @@ def _rewrite_tokenizer(source: Source, file: Path) -> None:
         write_atomically(file, backend.to_str(pretty=True))
 
 
-def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> tuple[str, ...]:
-    """Write config.json, genai_config.json, web.json, the model card and diffquant.json.
-
-    Returns:
-        Notes on custom code of the checkpoint that was not copied.
-    """
-    checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
-    config, left_out = leave_out_code(folder, checkpoint.config)
-    config.pop("diff_model", None)
-    left_out += remove_code_files(folder)
-    if plan.options.portable:
-        config = portable_config(plan, tokens)
-    # A checkpoint may omit it and rely on its family's default.
-    config |= {"max_position_embeddings": plan.config.max_position_embeddings}
-    descriptions = {"config.json": config}
-    if plan.options.cache:
-        descriptions[GENAI_FILE] = genai_config(plan, tokens)
-    if plan.options.web:
-        descriptions[WEB_FILE] = web_description(plan.config, tokens)
-    for name, description in descriptions.items():
-        write_atomically(folder / name, json.dumps(description, indent=2) + "\n")
-    write_atomically(folder / "README.md", exported_card(plan))
-    write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
-    return describe_left_out(left_out, folder)
-
-
-def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return diffquant.json's entry about the checkpoint."""
-    return {
-        "name": checkpoint.name,
-        "model_type": checkpoint.config.get("model_type"),
-        "bytes": checkpoint.stored_nbytes,
-        **FileDigests.of(checkpoint.weight_files()).to_dict(),
-        "origin": _origin_digests(checkpoint).to_dict(),
-    }
-
-
-def _origin_digests(checkpoint: Checkpoint) -> FileDigests:
-    """Return digests of the files that `quantize` made a checkpoint from; empty if `quantize` did not write it."""
-    record = checkpoint.path / "diffquant.json"
-    try:
-        return FileDigests.read(read_json(record).get("source", {}) if record.is_file() else {})
-    except TypeError as error:
-        raise CheckpointError(f"{record} is not a record of diffquant's ({error}); quantize the model again") from error
-
-
-def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str, Any]:
-    """Return diffquant.json's entry about each quantized weight, by name."""
-    nbytes = _packed_bytes(streamed)
-    return {
-        name: {
-            "bits": matrix.scheme.bits,
-            "container_bits": container_bits(matrix.scheme),
-            "stored_bits": round(stored_bits(nbytes[matrix.module], matrix.elements), 4),
-            "granularity": matrix.scheme.granularity_text,
-        }
-        for name, matrix in plan.matrices.items()
-        if matrix.has_codes
-    }
-
-
 def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     """Return sentences for the report's reader, on sizes and on what the export does not contain."""
     options, notes = plan.options, []
@@ -325,18 +248,10 @@ def _narrow_note(ranges: Ranges | None) -> Iterator[str]:
 
 def _scheme_sizes(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[Scheme, tuple[int, int]]:
     """Return each scheme's bytes of codes and scales, and its number of weights, sorted by the schemes' text."""
-    nbytes = _packed_bytes(streamed)
+    nbytes = packed_bytes(streamed)
     matrices = [matrix for matrix in plan.matrices.values() if matrix.has_codes]
     return {
         scheme: (sum(nbytes[m.module] for m in alike), sum(m.elements for m in alike))
         for scheme in sorted({matrix.scheme for matrix in matrices}, key=str)
         for alike in [[matrix for matrix in matrices if matrix.scheme == scheme]]
     }
-
-
-def _packed_bytes(streamed: Sequence[Streamed]) -> dict[str, int]:
-    """Return each module's bytes of codes and scales."""
-    nbytes: dict[str, int] = defaultdict(int)
-    for tensor in streamed:
-        nbytes[tensor.name.rpartition(".weight_")[0]] += tensor.nbytes
-    return nbytes

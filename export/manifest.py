@@ -101,13 +101,13 @@ def check_unchanged(folder: Path, manifest: Manifest) -> None:
 
 
 def _options(recorded: Mapping[str, Any], folder: Path) -> ExportOptions:
-    # Options of earlier versions whose graphs are no longer supported.
+    # Options of earlier versions: graphs of the first two are no longer supported, any opset is.
     retired = {"pure": False, "op": "custom"}
     if any(recorded.get(name, usual) != usual for name, usual in retired.items()):
         raise CheckpointError(
             f"{folder} was exported with --pure-onnx or --op flex, which no longer exist; export the model again"
         )
-    return ExportOptions.parse(**{name: value for name, value in recorded.items() if name not in retired})
+    return ExportOptions.parse(**{name: value for name, value in recorded.items() if name not in (*retired, "opset")})
 
 
 def _origin(source: Mapping[str, Any]) -> FileDigests:

@@ -17,10 +17,9 @@ from diffquant.support.names import option_name
 if TYPE_CHECKING:
     import torch
 
-# Opset 23 has RMSNormalization; ONNX Runtime supports it from 1.23 on. For older opsets it is written as several ops.
-DEFAULT_OPSET, NEWEST_OPSET = 23, 26
+# Opset 23 has RMSNormalization; ONNX Runtime supports it from 1.23 on. In portable graphs it is written as several ops.
 # From opset 18 on, reductions have their axes as an input, and Split has the attribute num_outputs.
-_OLDEST_OPSET = 18
+DEFAULT_OPSET, PORTABLE_OPSET = 23, 18
 IR_VERSION = 10
 LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
 DTYPES = ("float32", "float16")
@@ -37,7 +36,6 @@ class ExportOptions:
         dtype: type of activations, 16-bit weights and an unquantized cache.
         embed_bits: width of embedding and head: 16, or 8 for quantized ones.
         cache: whether the model has a KV cache as inputs and outputs.
-        opset: opset of the standard domain; 0 is 23, or in a portable graph the oldest one with its ops.
         portable: make the folder readable by transformers.js and optimum: a graph without functions, their file names,
             and a config.json that describes the model's inputs as a Llama's.
         accuracy_level: precision of matmuls with weights of up to 4 bits: 4 has int8 activations, 1 float32 ones.
@@ -52,15 +50,12 @@ class ExportOptions:
     dtype: str = "float32"
     embed_bits: int = 16
     cache: bool = True
-    opset: int = 0
     portable: bool = False
     accuracy_level: int = 4
     genai_device: str = "cpu"
     web: bool = False
 
     def __post_init__(self) -> None:
-        if not self.opset:
-            object.__setattr__(self, "opset", _OLDEST_OPSET if self.portable else DEFAULT_OPSET)
         problems = list(self._problems())
         if problems:
             raise UsageError(f"cannot export: {'; '.join(problems)}")
@@ -69,6 +64,11 @@ class ExportOptions:
     def parse(cls, weights: str = "16", logits: str = "16", **others: Any) -> "ExportOptions":
         """Make options; schemes are texts such as "4:g32", and other options have the names of the attributes."""
         return cls(weights=parse_for("weights", weights), logits=parse_for("logits", logits), **others)
+
+    @property
+    def opset(self) -> int:
+        """Opset of the standard domain."""
+        return PORTABLE_OPSET if self.portable else DEFAULT_OPSET
 
     @property
     def layout(self) -> Layout:
@@ -97,7 +97,7 @@ class ExportOptions:
         return self.genai_device == "cpu" and not self.web and not self.portable and self.dtype == "float32"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits)}
+        return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits), "opset": self.opset}
 
     def _problems(self) -> Iterator[str]:
         if self.kv_bits not in (16, 8, 4):
@@ -108,8 +108,6 @@ class ExportOptions:
             yield f"unknown dtype {self.dtype!r}; choose from {', '.join(DTYPES)}"
         if self.accuracy_level not in (1, 4):
             yield f"accuracy level {self.accuracy_level} is not 1 (float32 activations) or 4 (int8 activations)"
-        if not _OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
-            yield f"opset {self.opset} is not within {_OLDEST_OPSET} to {NEWEST_OPSET}"
         for what, scheme in (("weights", self.weights), ("logits", self.logits)):
             if reason := refusal(what, scheme):
                 yield reason
@@ -141,8 +139,6 @@ class ExportOptions:
             yield (
                 f"the page of {option_name('web')} finds the model beside web.json: leave out {option_name('portable')}"
             )
-        if self.opset < DEFAULT_OPSET:
-            yield f"{option_name('web')} rotates queries by an operator of opset {DEFAULT_OPSET}"
         if self.dtype != "float32":
             yield f"{option_name('web')} is float32: leave out {option_name('dtype')}"
         if self.logits.quantizes:
@@ -155,14 +151,10 @@ def check_runtime(options: ExportOptions) -> None:
     Raises:
         UsageError: it cannot; the message names what it lacks.
     """
-    problems = []
-    newest = _newest_opset()
-    if options.opset > newest:
-        problems.append(f"supports opsets up to {newest}, not {options.opset}")
-    if options.kv_bits < 16 and _runtime_version() < (1, 27):
-        problems.append(f"has no {options.kv_bits}-bit KV cache; install 1.27 or later")
-    if problems:
-        raise UsageError(f"the installed ONNX Runtime {onnxruntime.__version__} {' and '.join(problems)}")
+    floor = runtime_floor(options)
+    if _parse_version(onnxruntime.__version__) < _parse_version(floor):
+        cache = f" with a {options.kv_bits}-bit KV cache" if options.kv_bits < 16 else ""
+        raise UsageError(f"a model{cache} needs ONNX Runtime {floor}; installed is {onnxruntime.__version__}")
 
 
 def runtime_floor(options: ExportOptions, has_stacked_codes: bool = False) -> str:
@@ -174,28 +166,9 @@ def runtime_floor(options: ExportOptions, has_stacked_codes: bool = False) -> st
     if options.kv_bits < 16:
         return "1.27"
     gathers_codes = options.embed_bits < 16 or has_stacked_codes
-    return "1.23" if options.opset >= DEFAULT_OPSET or gathers_codes else "1.18"
+    return "1.23" if not options.portable or gathers_codes else "1.18"
 
 
-def _newest_opset() -> int:
-    """Return the largest opset that the installed runtime loads, found by opening a small model of each."""
-    from onnx import TensorProto, helper
-
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [value], [result])
-    quiet = onnxruntime.SessionOptions()
-    quiet.log_severity_level = 4
-    for opset in range(NEWEST_OPSET, _OLDEST_OPSET - 1, -1):
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
-        try:
-            onnxruntime.InferenceSession(model.SerializeToString(), quiet, providers=["CPUExecutionProvider"])
-        except Exception:  # the runtime's own exception types differ between its versions
-            continue
-        return opset
-    return _OLDEST_OPSET - 1
-
-
-def _runtime_version() -> tuple[int, int]:
-    major, minor, *_ = onnxruntime.__version__.split(".")
+def _parse_version(version: str) -> tuple[int, int]:
+    major, minor, *_ = version.split(".")
     return int(major), int(minor)

@@ -1,7 +1,5 @@
 """Outputs of a search: recipe and results as files, a table for the terminal, plots and an HTML report."""
 
-import itertools
-import math
 import os
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -15,13 +13,14 @@ from diffquant.calib.search.result import (
     Width,
     format_width,
     group_searches,
+    interpolate_uniform_kl,
     kinds_table,
     read_search,
     read_searches,
 )
 from diffquant.checkpoints.source import Source
 from diffquant.errors import OutputExistsError
-from diffquant.reports.page import Charts, Drawing, Report, Section
+from diffquant.reports.page import Charts, Drawing, Report, Section, write_run
 from diffquant.reports.plots import (
     Tips,
     as_svg,
@@ -33,12 +32,8 @@ from diffquant.reports.plots import (
     plain_log_scale,
     tidy,
 )
-from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table, megabytes
 from diffquant.support.outputs import RunFiles, check_replaced, has_fields
-
-# Largest difference between targets' positions between two uniform widths (0 to 1) that counts as equal.
-_ALIKE = 0.02
 
 
 def search_table(result: SearchResult) -> str:
@@ -68,26 +63,6 @@ def verdict(result: SearchResult) -> str:
         f"budget {result.budget}: KL {searched.kl:.4g} on held-out text, against {rival}{even.kl:.4g} of the same "
         "widths spread evenly"
     )
-
-
-def interpolate_uniform_kl(result: SearchResult) -> float | None:
-    """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
-
-    Returns:
-        The KL in nats, or None if it cannot be interpolated. That needs two neighbouring uniform widths with KLs above
-        0, between which the recipe's stored bits lie at the same relative position for every target.
-    """
-    searched = result.candidates[0].bits
-    uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]
-    for low, high in itertools.pairwise(uniform):
-        steps = {target: high.bits[target] - low.bits[target] for target in searched}
-        # A wider code may not need more bytes: packed rows are padded to whole words.
-        if not all(steps.values()) or min(low.kl, high.kl) <= 0:
-            continue
-        shares = [(searched[target] - low.bits[target]) / step for target, step in steps.items()]
-        if min(shares) >= 0 and max(shares) <= min(1, min(shares) + _ALIKE):
-            return math.exp((1 - shares[0]) * math.log(low.kl) + shares[0] * math.log(high.kl))
-    return None
 
 
 def _cells(candidate: Candidate) -> list[str]:

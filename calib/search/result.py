@@ -5,7 +5,9 @@ if the maps do not share them) are separate by map and experts by layer, and λ 
 16 bits unless an override names them.
 """
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -187,3 +189,27 @@ def kinds_table(result: SearchResult) -> Table:
         worst = max(units, key=lambda unit: unit.kl[result.widths[-1]])
         lines.append([*kind, *(f"{kl_per_megabit(units, width):.3g}" for width in result.widths), str(worst.layer)])
     return Table(heads, lines, names=2)
+
+
+# Largest difference between targets' positions between two uniform widths (0 to 1) that counts as equal.
+_ALIKE = 0.02
+
+
+def interpolate_uniform_kl(result: SearchResult) -> float | None:
+    """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
+
+    Returns:
+        The KL in nats, or None if it cannot be interpolated. That needs two neighbouring uniform widths with KLs above
+        0, between which the recipe's stored bits lie at the same relative position for every target.
+    """
+    searched = result.candidates[0].bits
+    uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]
+    for low, high in itertools.pairwise(uniform):
+        steps = {target: high.bits[target] - low.bits[target] for target in searched}
+        # A wider code may not need more bytes: packed rows are padded to whole words.
+        if not all(steps.values()) or min(low.kl, high.kl) <= 0:
+            continue
+        shares = [(searched[target] - low.bits[target]) / step for target, step in steps.items()]
+        if min(shares) >= 0 and max(shares) <= min(1, min(shares) + _ALIKE):
+            return math.exp((1 - shares[0]) * math.log(low.kl) + shares[0] * math.log(high.kl))
+    return None

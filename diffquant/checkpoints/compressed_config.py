@@ -1,13 +1,14 @@
 """Reads and writes compressed-tensors' entry of config.json: which modules are packed, and in which scheme.
 
-Source: compressed-tensors 0.20, config and utils/match.py.
+Source: compressed-tensors 0.20, config.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
+from diffquant.checkpoints.compressed_targets import name_patterns, pick_targets
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.formats import FORMATS, NumberFormat
 from diffquant.recipe.numbers.formats.integer import BYTES, PACK_QUANTIZED
@@ -15,7 +16,6 @@ from diffquant.recipe.numbers.sharing import Sharing
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.recipe.targets import target_of
 from diffquant.support.names import first_few
-from diffquant.support.plain_data import find_first_matches
 
 # The folder's format where its groups have several.
 _MIXED = "mixed-precision"
@@ -25,7 +25,6 @@ STATIC_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
 NO_INPUTS: Mapping[str, Scheme] = MappingProxyType({})
-_T = TypeVar("_T")
 # Both names of the activation order, in which the inputs of a group are not neighbours.
 REORDERED = ("group", "dynamic")
 _STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
@@ -109,32 +108,6 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
             f"no group of quantization_config covers the packed weights of {first_few(uncovered, ', ')}"
         )
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
-
-
-def name_patterns(names: Iterable[str]) -> list[str]:
-    """Write module names as compressed-tensors targets, joining names that differ only in a layer's number.
-
-    Names that also differ in an expert's number are joined if all of these experts are in the same layers.
-    """
-    layers: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        match = re.fullmatch(r"(.*\.layers)\.(\d+)\.(.+)", name)
-        key = (match[1], match[3]) if match else (name, "")
-        layers.setdefault(key, []).append(match[2] if match else "")
-    experts: dict[tuple[str, str, str], list[str]] = {}
-    for (stem, tail), numbers in layers.items():
-        match = re.fullmatch(r"(.*experts)\.(\d+)\.(.+)", tail)
-        start = f"re:{re.escape(stem)}\\.{_alternatives(numbers)}\\." if tail else stem
-        key_of_all = (start, match[1], match[3]) if match else (start, tail, "")
-        experts.setdefault(key_of_all, []).append(match[2] if match else "")
-    return [
-        start + (re.escape(tail) + (f"\\.{_alternatives(numbers)}\\.{re.escape(end)}$" if end else "$") if tail else "")
-        for (start, tail, end), numbers in experts.items()
-    ]
-
-
-def _alternatives(numbers: list[str]) -> str:
-    return numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
 
 
 def _weights_entry(scheme: Scheme) -> dict[str, Any]:
@@ -290,36 +263,3 @@ def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
     if granularity == "block":
         return Scheme(number_format, Sharing(granularity, weights["block_structure"][0]))
     return Scheme(number_format, Sharing(granularity, weights["group_size"] if granularity == "group" else None))
-
-
-def pick_targets(modules: Sequence[str], targets: Mapping[str, _T]) -> dict[str, _T | None]:
-    """Return the entry that compressed-tensors picks for each module, or None if no target matches the module.
-
-    If several expressions match, the first one in alphabetical order counts, wherever it stands in config.json.
-
-    Args:
-        targets: entries by target: a module's full name, a regular expression after "re:", or the class "Linear",
-            which matches modules that the others do not match.
-
-    Raises:
-        CheckpointError: an expression is malformed, or takes too long.
-    """
-    expressions = sorted(target for target in targets if target.startswith("re:"))
-    unnamed = [module for module in modules if module not in targets]
-    matched = match_modules([expression.removeprefix("re:") for expression in expressions], unnamed)
-    indices = dict(zip(unnamed, matched, strict=True))
-    picked = (module if (i := indices.get(module)) is None else expressions[i] for module in modules)
-    of_class = targets.get("Linear")
-    return {module: targets.get(name, of_class) for module, name in zip(modules, picked, strict=True)}
-
-
-def match_modules(expressions: Sequence[str], modules: Sequence[str]) -> list[int | None]:
-    """Return for each module the index of the first expression that matches the beginning of its name, or None.
-
-    Raises:
-        CheckpointError: an expression is malformed, or takes too long.
-    """
-    try:
-        return find_first_matches(expressions, modules)
-    except ValueError as error:
-        raise CheckpointError(f"config.json: {error}; correct its quantization_config") from error

@@ -8,7 +8,6 @@ Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/doc
 
 import math
 import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantiz
 
 from diffquant.checkpoints.side_files import POINTER, is_pointer
 from diffquant.errors import CheckpointError
+from diffquant.support.names import find_duplicates
 
 _MAGIC = b"GGUF"
 _TOKENS = "tokenizer.ggml.tokens"
@@ -202,8 +202,8 @@ def _check_unique(keys: list[str], tensors: list[str]) -> None:
     Raises:
         CheckpointError: something is; all of it is named.
     """
-    twice = [f"the key {key}" for key, times in Counter(keys).items() if times > 1]
-    twice += [f"the tensor {name}" for name, times in Counter(tensors).items() if times > 1]
+    twice = [f"the key {key}" for key in find_duplicates(keys)]
+    twice += [f"the tensor {name}" for name in find_duplicates(tensors)]
     if twice:
         raise CheckpointError(f"it gives {', '.join(twice)} more than once")
 

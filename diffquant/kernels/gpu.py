@@ -1,12 +1,9 @@
 """Properties of GPUs, requirements of the kernels and of Triton, and which kernels run on a GPU."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import cast
 
 import torch
 
@@ -22,16 +19,21 @@ _RIGHT_ON_HOPPER = (3, 7)
 SMALLEST_SHARED_MEMORY = 101_376
 
 
+# Fraction of the data sheets' bandwidths that a copy reaches, and what an H100, of 3.35 TB/s, gives a multiprocessor.
+COPY_REACHES = 0.9
+_BYTES_A_SECOND_EACH = 3.35e12 * COPY_REACHES / 132
+
+
 @dataclass(frozen=True)
-class AbsentGpu:
-    """Properties of a GPU for which kernels are compiled on a machine without it.
+class Gpu:
+    """Properties of a GPU for which launches are planned.
 
     Attributes:
         capability: compute capability.
         shared_memory: maximum shared memory per thread block in bytes.
         processors: number of multiprocessors.
-        bytes_a_second: memory bandwidth of a copy in bytes per second; None means as much per multiprocessor as on an
-            H100.
+        bytes_a_second: memory bandwidth of a copy in bytes per second, reads and writes in total; None means as much
+            per multiprocessor as on an H100.
     """
 
     capability: tuple[int, int]
@@ -40,22 +42,7 @@ class AbsentGpu:
     bytes_a_second: float | None = None
 
 
-# Fraction of the data sheets' bandwidths, 3.35 and 4.8 TB/s, that a copy reaches.
-COPY_REACHES = 0.9
-H100 = AbsentGpu((9, 0), 232_448, 132, 3.35e12 * COPY_REACHES)
-H200 = AbsentGpu((9, 0), 232_448, 132, 4.8e12 * COPY_REACHES)
-_assumed: AbsentGpu | None = None
-
-
-@contextmanager
-def simulate_gpu(absent: AbsentGpu) -> Iterator[None]:
-    """Within a context, plan launches for a GPU that is not present, with tensors on the CPU."""
-    global _assumed  # noqa: PLW0603
-    before, _assumed = _assumed, absent
-    try:
-        yield
-    finally:
-        _assumed = before
+_INTERPRETER = Gpu((8, 0), SMALLEST_SHARED_MEMORY, 8)
 
 
 def device_refusal(device: torch.device) -> str | None:
@@ -95,19 +82,33 @@ def fp8_refusal(device: torch.device) -> str | None:
     return None
 
 
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the properties of a device; on a CPU, those with which launches on Triton's interpreter are planned."""
+    # Cached, since every layer of every step uses it.
+    if device.type != "cuda":
+        return _INTERPRETER
+    told = torch.cuda.get_device_properties(device)
+    # The clock is in kHz, with two transfers per cycle; the bus width is in bits. Not every torch reports them.
+    clock, width = (getattr(told, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return Gpu(
+        torch.cuda.get_device_capability(device),
+        told.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs leave it out
+        told.multi_processor_count,
+        2e3 * clock * width / 8 * COPY_REACHES or None,
+    )
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a device, or (8, 0) for Triton's interpreter.
 
     Raises:
         UsageError: Triton kernels do not run on the device.
     """
-    if _assumed is not None:
-        return _assumed.capability
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return (8, 0)
-    raise UsageError(f"Triton kernels run on CUDA devices, not on {device.type}")
+    gpu = gpu_of(device)
+    if gpu is _INTERPRETER and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UsageError(f"Triton kernels run on CUDA devices, not on {device.type}")
+    return gpu.capability
 
 
 def device_class(device: torch.device) -> str:
@@ -117,47 +118,18 @@ def device_class(device: torch.device) -> str:
 
 def shared_memory(device: torch.device) -> int:
     """Return the maximum shared memory per thread block in bytes; for the interpreter, that of the smallest devices."""
-    if _assumed is not None:
-        return _assumed.shared_memory
-    return _shared_memory_of(device) if device.type == "cuda" else SMALLEST_SHARED_MEMORY
+    return gpu_of(device).shared_memory
 
 
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device, or 8 for the interpreter."""
-    if _assumed is not None:
-        return _assumed.processors
-    return _processors_of(device) if device.type == "cuda" else 8
+    return gpu_of(device).processors
 
 
 def bandwidth(device: torch.device) -> float:
-    """Estimate the bytes per second that a copy on a device reads and writes in total.
-
-    The estimate uses the memory's clock and bus width. If torch does not report them, it assumes as much per
-    multiprocessor as on an H100.
-    """
-    known = _assumed.bytes_a_second if _assumed is not None else None
-    if known is None and _assumed is None and device.type == "cuda":
-        known = _bandwidth_of(device)
-    return known or multiprocessors(device) * cast(float, H100.bytes_a_second) / H100.processors
-
-
-@cache
-def _bandwidth_of(device: torch.device) -> float | None:
-    properties = torch.cuda.get_device_properties(device)
-    # The clock is in kHz, with two transfers per cycle; the bus width is in bits.
-    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
-    return 2e3 * clock * width / 8 * COPY_REACHES or None
-
-
-@cache
-def _shared_memory_of(device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch's stubs leave it out
-
-
-@cache
-def _processors_of(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    """Estimate the bytes per second that a copy on a device reads and writes in total."""
+    gpu = gpu_of(device)
+    return gpu.bytes_a_second or gpu.processors * _BYTES_A_SECOND_EACH
 
 
 def registers_per_thread(blocks: int, warps: int) -> int:

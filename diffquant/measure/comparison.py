@@ -288,8 +288,7 @@ def _scores(samples: list[JsonObject]) -> dict[str, Scores]:
         scores["margin"] = Scores(known, MARGIN)
     for metric in dict.fromkeys(name for sample in samples for name in sample["metrics"]):
         values = [sample.get(metric) for sample in samples]
-        numbers = [float(value) if isinstance(value, int | float) else math.nan for value in values]
-        scores[metric] = Scores.from_metric(numbers)
+        scores[metric] = Scores.from_metric([float(x) if isinstance(x, int | float) else math.nan for x in values])
     return scores
 
 

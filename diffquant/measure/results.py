@@ -250,7 +250,6 @@ def _item_notes(results: Sequence[TaskResult]) -> list[str]:
     ]
 
 
-# The paired difference of a score.
 POINTS = Metric(
     "difference [95 %]",
     lambda *results: format_interval(_points(*results), "+.1f"),

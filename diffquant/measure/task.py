@@ -71,7 +71,7 @@ def _all_if_zero(count: int) -> int | None:
 
 
 LIMIT = TaskOption[int | None]("limit", None, "Number of items per task; all by default.", int, minimum=2)
-TEXT = TaskOption[Path | None]("text", None, "Text for perplexity, nll and needle; by default the bundled text.", Path)
+TEXT = TaskOption[Path | None]("text", None, "Text for perplexity and needle; by default the bundled text.", Path)
 CHARACTERS = TaskOption[int | None](
     "characters", 65536, "Number of characters of the text to read; 0 reads all.", int, minimum=0, read=_all_if_zero
 )

@@ -23,7 +23,8 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import AttentionBlock
 from diffquant.model.fused_cache import FusedCache
 from diffquant.model.linears import add_linears
-from diffquant.recipe.numbers.simulation import rotate_by
+from diffquant.recipe import Recipe
+from diffquant.recipe.numbers.simulation import rotate_by, rotation
 from diffquant.recipe.scheme import FULL
 
 
@@ -58,18 +59,47 @@ class PairAttention(nn.Module):
         self.lam_init = spec.lam_init(layer) if spec.lam == "exp" else 0.0
         self.post_factor = spec.post_factor(layer)
         self.backend = "auto"
-        self.logits = FULL
+        self.logits = self.qk = self.p = self.pv = FULL
         self.logit_ranges: Tensor | None = None
-        self.qk = self.p = self.pv = FULL
-        self.qk_calls = self.pv_calls = 0
         self.key_rotation: Tensor | None = None
         self.value_rotation: Tensor | None = None
-        self.meter = LogitMeter()
+        self.reset_counts()
         if spec.lam == "exp":
             for name in LAMBDA_VECTORS:
                 self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim)))
         if spec.post_norm == "affine":
             self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
+
+    def apply_recipe(self, recipe: Recipe, widths: tuple[int, int] | None, like: Tensor) -> None:
+        """Round as this layer's recipe says from now on.
+
+        Args:
+            recipe: recipe of the layer.
+            widths: widths of its cached keys and values, or None if it reads the cache of another layer; such a layer
+                rotates nothing, which `check_recipe` ensures.
+            like: tensor with the dtype and device of rotations.
+        """
+        self.logits, self.qk, self.p, self.pv = recipe.logits, recipe.qk, recipe.p, recipe.pv
+        if widths is not None:
+            self.key_rotation, self.value_rotation = (
+                rotation(width).to(like) if scheme.has("rotated") else None
+                for scheme, width in zip((recipe.k, recipe.v), widths, strict=True)
+            )
+
+    def reset_counts(self) -> None:
+        """Reset the counters of calls and of quantized logits."""
+        self.meter = LogitMeter()
+        self.qk_calls = self.pv_calls = 0
+
+    def idle_quantizers(self, recipe: Recipe) -> list[str]:
+        """Name what this layer's recipe quantizes although no call was counted since the last reset."""
+        counted = {
+            "logits": (recipe.logits, self.meter.calls),
+            "queries and keys": (recipe.qk, self.qk_calls),
+            "softmax weights": (recipe.p, self.meter.p_calls),
+            "values before P·V": (recipe.pv, self.pv_calls),
+        }
+        return [what for what, (scheme, calls) in counted.items() if scheme.quantizes and not calls]
 
     @property
     def rounds(self) -> bool:

@@ -14,7 +14,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from diffquant.attention import LogitMeter, check_backend
+from diffquant.attention import check_backend
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.attention import PairAttention
 from diffquant.model.config import ArchitectureConfig
@@ -26,8 +26,6 @@ from diffquant.model.linears import QuantizedLinear
 from diffquant.model.reading import CACHE, pop_cache
 from diffquant.model.walk import Walk
 from diffquant.recipe import Recipe, RecipeLike
-from diffquant.recipe.numbers.simulation import rotation
-from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.support.files import write_atomically
 from diffquant.support.names import first_few, option_name
@@ -247,22 +245,13 @@ class CausalModel(PreTrainedModel, GenerationMixin):
             rounding.remove()
         self.input_roundings = round_linears(self, self.model.quantized_linears, recipe)
         self.model.recipe = recipe
+        wide = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         for attention in self.attentions:
-            of_layer = recipe.at_layer(attention.layer)
-            attention.logits = of_layer.logits
-            attention.qk, attention.p, attention.pv = of_layer.qk, of_layer.p, of_layer.pv
-            # `check_recipe` refuses rotations for layers that read the cache of another layer.
-            if (rows := self.model.architecture.token_rows.get(attention.layer)) is not None:
-                attention.key_rotation = self._rotation(of_layer.k, rows.keys[1])
-                attention.value_rotation = self._rotation(of_layer.v, rows.values[1])
+            rows = self.model.architecture.token_rows.get(attention.layer)
+            widths = None if rows is None else (rows.keys[1], rows.values[1])
+            attention.apply_recipe(recipe.at_layer(attention.layer), widths, wide)
             attention.logit_ranges = self.model.ranges.get(f"layers.{attention.layer}.logits")
         self.reset_logit_report()
-
-    def _rotation(self, scheme: Scheme, width: int) -> Tensor | None:
-        """Return a scheme's rotation [width, width], in float64 if the model is in float64, else in float32."""
-        if not scheme.has("rotated"):
-            return None
-        return rotation(width).to(self.device, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
     def use_attention(self, backend: str) -> None:
         """Choose the attention backend: a name in `diffquant.attention.BACKENDS`, or "auto" for the fastest available.
@@ -286,8 +275,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
     def reset_logit_report(self) -> None:
         """Reset the statistics of `logit_report` and the calls that `check_quantizers_ran` counts."""
         for attention in self.attentions:
-            attention.meter = LogitMeter()
-            attention.qk_calls = attention.pv_calls = 0
+            attention.reset_counts()
         for rounding in self.input_roundings.values():
             rounding.calls = 0
 
@@ -299,15 +287,8 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attentions:
-            recipe = self.recipe.at_layer(attention.layer)
-            for what, scheme, calls in (
-                ("logits", recipe.logits, attention.meter.calls),
-                ("queries and keys", recipe.qk, attention.qk_calls),
-                ("softmax weights", recipe.p, attention.meter.p_calls),
-                ("values before P·V", recipe.pv, attention.pv_calls),
-            ):
-                if scheme.quantizes and not calls:
-                    idle_by_target.setdefault(what, []).append(attention.layer)
+            for what in attention.idle_quantizers(self.recipe.at_layer(attention.layer)):
+                idle_by_target.setdefault(what, []).append(attention.layer)
         faults = [
             f"the recipe quantizes {what}, but layers {', '.join(map(str, idle))} did not"
             for what, idle in idle_by_target.items()

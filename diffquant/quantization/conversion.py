@@ -43,9 +43,9 @@ from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.blocks import Shape
-from diffquant.quantization.descriptions import converted_card, describe_left_out
+from diffquant.quantization.descriptions import converted_card
 from diffquant.quantization.engine_folder import config_for_engines, remove_code_files, write_modelling_file
-from diffquant.quantization.foreign_code import leave_out_code
+from diffquant.quantization.foreign_code import describe_left_out, leave_out_code
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import megabytes
 from diffquant.support.devices import as_dtype

@@ -11,11 +11,9 @@ from diffquant.checkpoints.compressed_config import STATIC_CACHE, quantization_c
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.side_files import front_matter
 from diffquant.checkpoints.source import Source
-from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.checkpoints.weight_source import WeightSource, modules_to_ignore
-from diffquant.errors import CheckpointError
 from diffquant.quantization.engine_folder import config_for_engines, write_modelling_file
-from diffquant.quantization.foreign_code import leave_out_code
+from diffquant.quantization.foreign_code import describe_left_out, leave_out_code
 from diffquant.quantization.plan import QuantizationPlan
 from diffquant.quantization.targets import Motif3Experts
 from diffquant.recipe.numbers.formats import format_named
@@ -24,7 +22,7 @@ from diffquant.recipe.scheme import Scheme
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import versions
-from diffquant.support.terminal import markdown_code, markdown_text, one_line
+from diffquant.support.terminal import markdown_code, markdown_text
 
 # The tag of models that subtract attention maps.
 FAMILY = "differential-transformer"
@@ -270,25 +268,6 @@ def write_descriptions(
     card = quantized_card(plan, errors, bool(code), replaced, is_differential, left_out)
     write_atomically(folder / "README.md", card)
     return describe_left_out([*left_out, *replaced], folder)
-
-
-def describe_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """Return messages about code of the source that was left out, and whether the tokenizer needs it.
-
-    Args:
-        left_out: removed code files, and descriptions of removed JSON entries that named code.
-        folder: the output folder, after removal.
-    """
-    if not left_out:
-        return ()
-    notes = [f"left out, because it is code of the source or refers to code: {', '.join(map(one_line, left_out))}"]
-    if any(entry.endswith(" of tokenizer_config.json") for entry in left_out):
-        try:
-            load_tokenizer(folder)
-        except CheckpointError as error:
-            why = str(error).removeprefix(f"cannot read a tokenizer from {folder}: ")
-            notes.append(f"the tokenizer cannot be opened without what was left out: {why}")
-    return tuple(notes)
 
 
 def _account(

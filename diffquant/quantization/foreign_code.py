@@ -10,11 +10,12 @@ transformers_utils/config.py and model_executor/models/registry.py.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from diffquant.checkpoints.side_files import leads_inside
+from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
 from diffquant.quantization.engine_folder import (
@@ -26,6 +27,7 @@ from diffquant.quantization.engine_folder import (
 )
 from diffquant.support.files import write_atomically
 from diffquant.support.names import first_few, option_name
+from diffquant.support.terminal import one_line
 
 # Keys whose value names a class in a Python file, or another configuration or model to open instead.
 REDIRECTS = ("configuration_files", "speculators_config")
@@ -181,3 +183,22 @@ def _is_known_tokenizer(name: Any) -> bool:
 def _keys(found: list[tuple[str, Any]]) -> list[str]:
     """Return the distinct keys of entries that name code, except diffquant's `auto_map`."""
     return list(dict.fromkeys(key for key, value in found if (key, value) != ("auto_map", AUTO_MAP)))
+
+
+def describe_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """Return messages about code of the source that was left out, and whether the tokenizer needs it.
+
+    Args:
+        left_out: removed code files, and descriptions of removed JSON entries that named code.
+        folder: the output folder, after removal.
+    """
+    if not left_out:
+        return ()
+    notes = [f"left out, because it is code of the source or refers to code: {', '.join(map(one_line, left_out))}"]
+    if any(entry.endswith(" of tokenizer_config.json") for entry in left_out):
+        try:
+            load_tokenizer(folder)
+        except CheckpointError as error:
+            why = str(error).removeprefix(f"cannot read a tokenizer from {folder}: ")
+            notes.append(f"the tokenizer cannot be opened without what was left out: {why}")
+    return tuple(notes)

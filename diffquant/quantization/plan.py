@@ -1,7 +1,6 @@
 """A plan of what quantizing a checkpoint will do, tensor by tensor."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +29,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats.integer import BYTES
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.reports.tables import align_columns, compare_size, megabytes, stored_bits
-from diffquant.support.names import first_few, option_name
+from diffquant.support.names import find_duplicates, first_few, option_name
 
 # (module, shape of its weight) -> the modules that it is packed as.
 Parted = Callable[[str, tuple[int, ...]], tuple[Part, ...]]
@@ -193,7 +192,12 @@ def plan_quantization(
         GroupSizeError: a group size does not divide the width of some tensors.
         UsageError: see `checked_schemes`.
     """
-    _refuse_quantized(source)
+    if (entry := source.checkpoint.config.get("quantization_config")) is not None:
+        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
+        raise CheckpointError(
+            f"{source.path} is quantized already ({method}): rounding twice only adds error; "
+            "start from the 16-bit checkpoint"
+        )
     notes: tuple[str, ...] = ()
     if isinstance(source, Source):
         recipe, notes = merge_stored(recipe, source.recipe)
@@ -208,20 +212,23 @@ def plan_quantization(
     # A recipe without low-bit weights copies all weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
     parted = _choose_parts(source, packed)
+
+    def plan_tensor(name: str, info: TensorInfo) -> PlannedTensor:
+        scheme, of_inputs = packed.get(name, FULL), inputs.get(name, FULL)
+        written = source.checkpoint.output_dtype(name)
+        if not scheme.quantizes:
+            return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked.get(name, written), info.shape),))
+        if of_inputs.quantizes and scheme.format.name == BYTES.name:
+            scheme = replace(scheme, format=BYTES)
+        parts = parted(name.removesuffix(".weight"), info.shape)
+        outputs = [output for part in parts for output in part.outputs(scheme, written)]
+        if of_inputs.format.spans_tensor:
+            outputs += [OutputTensor(part.module + INPUT_GLOBAL, torch.float32, (1,)) for part in parts]
+        return PlannedTensor(name, info, scheme, tuple(outputs), parts, of_inputs)
+
     surplus = find_surplus_tensors(source.checkpoint, source.adapter) if isinstance(source, Source) else ()
-    tensors = tuple(
-        _plan(
-            name,
-            info,
-            packed.get(name, FULL),
-            source.checkpoint.output_dtype(name),
-            unpacked.get(name),
-            parted,
-            inputs.get(name, FULL),
-        )
-        for name, info in source.checkpoint.tensors.items()
-        if name not in surplus
-    )
+    listed = ((name, info) for name, info in source.checkpoint.tensors.items() if name not in surplus)
+    tensors = tuple(plan_tensor(name, info) for name, info in listed)
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None
     is_rounded = bool(unpacked) or read_stored_dtype(source.checkpoint.config) is not None
@@ -277,40 +284,8 @@ def _linears(source: Source | WeightSource) -> tuple[str, ...]:
 
 def _check_names(tensors: Sequence[PlannedTensor]) -> None:
     """Check that no two tensors would be written under one name."""
-    counts = Counter(output.name for tensor in tensors for output in tensor.outputs)
-    twice = [name for name, count in counts.items() if count > 1]
-    if twice:
+    if twice := find_duplicates(output.name for tensor in tensors for output in tensor.outputs):
         raise CheckpointError(
             f"{first_few(twice, ', ')} would be written twice: the source already has tensors with these names; "
             "keep those weights at 16 bits"
         )
-
-
-def _refuse_quantized(source: Source | WeightSource) -> None:
-    entry = source.checkpoint.config.get("quantization_config")
-    if entry is not None:
-        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
-        raise CheckpointError(
-            f"{source.path} is quantized already ({method}): rounding twice only adds error; "
-            "start from the 16-bit checkpoint"
-        )
-
-
-def _plan(
-    name: str,
-    info: TensorInfo,
-    scheme: Scheme,
-    written: torch.dtype,
-    unpacked: torch.dtype | None,
-    parted: Parted,
-    inputs: Scheme,
-) -> PlannedTensor:
-    if not scheme.quantizes:
-        return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
-    if inputs.quantizes and scheme.format.name == BYTES.name:
-        scheme = replace(scheme, format=BYTES)
-    parts = parted(name.removesuffix(".weight"), info.shape)
-    outputs = tuple(output for part in parts for output in part.outputs(scheme, written))
-    if inputs.format.spans_tensor:
-        outputs += tuple(OutputTensor(part.module + INPUT_GLOBAL, torch.float32, (1,)) for part in parts)
-    return PlannedTensor(name, info, scheme, outputs, parts, inputs)

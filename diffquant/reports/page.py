@@ -2,17 +2,21 @@
 
 The classes here hold a page's content; template.html.j2 turns it into HTML and escapes every text. A page loads
 nothing. Its content security policy allows only page.js, which sorts and filters tables and shows a drawing's values.
+`write_run` writes a run's folder: texts, pictures, and a page that links to them.
 """
 
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import ClassVar, TypeAlias
 
+from diffquant.errors import UsageError
 from diffquant.reports.tables import Link, Table
+from diffquant.support.files import write_atomically
 from diffquant.support.terminal import escape_hidden
 
 _NUMBER = re.compile(r"[+-]?(?:\d[\d,]*)?\.?\d+(?:e[+-]?\d+)?", re.IGNORECASE)
@@ -88,6 +92,36 @@ class Report:
     files: Sequence[str] = ()
 
 
+def write_run(
+    folder: Path,
+    texts: Mapping[str, str],
+    pictures: Mapping[str, Callable[[Path], object]],
+    page_name: str,
+    report: Callable[[str, Sequence[str]], Report],
+    beside: Sequence[str] = (),
+) -> list[Path]:
+    """Write a run's files.
+
+    Args:
+        texts: texts by file name, written first.
+        pictures: functions that draw into a file, by file name. One that raises UsageError has nothing to draw; an
+            earlier run's picture is then removed.
+        page_name: file name of the page.
+        report: function that makes the report from the run's name and the names of the files that its page links to.
+        beside: names of files of the run that were already written.
+
+    Returns:
+        Paths of the texts, the pictures and the page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_atomically(folder / name, text)
+    drawn = [name for name, draw in pictures.items() if _is_drawn(draw, folder / name)]
+    made = [*texts, *drawn]
+    write_atomically(folder / page_name, page(report(folder.absolute().name, [*beside, *made])))
+    return [folder / name for name in (*made, page_name)]
+
+
 def page(report: Report, links: Sequence[Link] = ()) -> str:
     """Return a report as an HTML document that loads no other files.
 
@@ -142,3 +176,12 @@ def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)
+
+
+def _is_drawn(draw: Callable[[Path], object], file: Path) -> bool:
+    try:
+        draw(file)
+    except UsageError:
+        file.unlink(missing_ok=True)
+        return False
+    return True

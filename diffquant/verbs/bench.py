@@ -41,7 +41,7 @@ def bench(
     again.
 
     Args:
-        sections: sections to measure: attention, decode, linear, throughput; all by default.
+        sections: sections to measure: attention, decode, linear; all by default.
         output: folder for tables, plots and report.
         device: see `search`.
         shapes: model sizes: 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; the default depends

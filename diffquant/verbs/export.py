@@ -26,7 +26,7 @@ Bits = Annotated[int, kinds.Kind(int, "BITS")]
 Format = Annotated[str, kinds.Kind(Literal["onnx", "gguf"])]
 _FORMATS = ("onnx", "gguf")
 # Options that a GGUF file has no place for.
-_OF_ONNX = ("kv", "scales", "logits", "cache", "opset", "portable", "accuracy_level", "genai_device", "web")
+_OF_ONNX = ("kv", "scales", "logits", "cache", "portable", "accuracy_level", "genai_device", "web")
 
 
 @check_arguments
@@ -42,7 +42,6 @@ def export(
     dtype: kinds.Name | None = None,
     embed: Bits = 16,
     cache: bool = True,
-    opset: int | None = None,
     portable: bool = False,
     accuracy_level: int = 4,
     genai_device: kinds.Name = "cpu",
@@ -70,7 +69,6 @@ def export(
             by default the source's.
         embed: bits of embedding and head: 16 or 8.
         cache: False exports a model without a KV cache.
-        opset: opset of the standard ONNX operators: 23 by default, or with portable the oldest that has them.
         portable: write a folder that OpenVINO, transformers.js and optimum can also read.
         accuracy_level: precision of matmuls with 4-bit weights: 4 rounds activations to int8, 1 keeps float32, which is
             slow.
@@ -105,7 +103,6 @@ def export(
         dtype=dtype or "float32",
         embed_bits=embed,
         cache=cache,
-        opset=opset or 0,
         portable=portable,
         accuracy_level=accuracy_level,
         genai_device=genai_device,

@@ -232,14 +232,14 @@ def split_texts(given: str | Sequence[str]) -> tuple[str, ...]:
     return split_list(given) if isinstance(given, str) else tuple(given)
 
 
-def parse_numbers(name: str, given: str | int | Sequence[int], example: str = "16,8,6,4") -> tuple[int, ...]:
+def parse_numbers(name: str, given: str | int | Sequence[int]) -> tuple[int, ...]:
     """Return numbers from "8,6,4", from [8, 6, 4], or from 8.
 
     Raises:
         UsageError: part of the text is not a number; the message begins with the argument's `name`.
     """
     if isinstance(given, str):
-        return split_numbers(name, given, example)
+        return split_numbers(name, given, "16,8,6,4")
     return (given,) if isinstance(given, int) else tuple(given)
 
 

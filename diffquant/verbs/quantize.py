@@ -11,13 +11,13 @@ from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.recipe import Recipe
 from diffquant.recipe.presets import PRESETS
 from diffquant.recipe.recipe import is_recipe_file
-from diffquant.recipe.rounding import NEAREST, RoundingSettings, to_sources
+from diffquant.recipe.rounding import NEAREST, to_sources
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, format_duration, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, to_path, to_paths
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
-from diffquant.verbs.recipes import choose_gptq_if_small, choose_supported_rounding, shrink_groups
+from diffquant.verbs.recipes import choose_gptq_if_small, choose_supported_rounding, shrink_groups, update_rounding
 
 if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
@@ -134,7 +134,7 @@ def quantize(
     is_whole = is_recipe_file(recipe) or isinstance(recipe, Recipe)
     says_all = is_whole or (isinstance(recipe, Mapping) and "rounding" in recipe)
     is_open = rounding is None and not says_all
-    wanted = replace(wanted, rounding=_rounding(wanted.rounding, "mse" if is_open else rounding, reads))
+    wanted = replace(wanted, rounding=update_rounding(wanted.rounding, "mse" if is_open else rounding, reads))
     if is_loaded(model):
         on_disk = (output, *reads.values(), weight_rules, dtype, to, push, on_plan)
         if any(given is not None for given in on_disk) or weights_only or keep or overwrite:
@@ -178,19 +178,11 @@ def quantize(
         if on_plan is not None:
             on_plan(plan)
 
+    make = partial(write, recipe=wanted, dtype=dtype, progress=shown)
     if to is None:
-        report = write(
-            source,
-            output,
-            wanted,
-            dtype=dtype,
-            overwrite=overwrite,
-            on_plan=tell,
-            calibrate=calibrate_cache,
-            progress=shown,
-        )
+        report = make(source, output, overwrite=overwrite, on_plan=tell, calibrate=calibrate_cache)
     else:
-        report = _as_gguf(source, Path(output), to, overwrite, shown, tell, partial(write, recipe=wanted, dtype=dtype))
+        report = _as_gguf(source, Path(output), to, overwrite, shown, tell, make)
     push_folder(output, push)
     return report
 
@@ -202,7 +194,7 @@ def _as_gguf(
     overwrite: bool,
     progress: Progress,
     tell: "Callable[[QuantizationPlan], None]",
-    write: "Callable[..., Quantization]",
+    make: "Callable[..., Quantization]",
 ) -> "Quantization":
     """Write a quantized checkpoint into a temporary folder, and convert it to a GGUF file.
 
@@ -223,7 +215,7 @@ def _as_gguf(
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".diffquant-", dir=output.absolute().parent) as folder:
-        report = write(source, Path(folder) / output.stem, on_plan=check_plan, progress=progress)
+        report = make(source, Path(folder) / output.stem, on_plan=check_plan)
         made = export_gguf(report.destination, output, overwrite=overwrite, progress=progress)
     notes = (*report.notes, *made.notes)
     return replace(report, destination=made.file, bytes_after=made.bytes_after, notes=notes)
@@ -275,9 +267,8 @@ def _note_what_is_missing(
 def _default_output(model: AnyModel, source: "Source | WeightSource", recipe: object, to: str | None) -> Path:
     """Return a path in the current folder, named after the model and the preset."""
     name = str(model).partition("@")[0] if isinstance(model, str | Path) else str(source.path)
-    suffix = (
-        recipe if isinstance(recipe, str) and recipe in PRESETS else DEFAULT_RECIPE if recipe is None else "quantized"
-    )
+    kind = DEFAULT_RECIPE if recipe is None else recipe
+    suffix = kind if isinstance(kind, str) and kind in PRESETS else "quantized"
     return Path(f"{Path(name).resolve().name.removesuffix('.gguf')}-{suffix}{'' if to is None else f'.{to}'}")
 
 
@@ -308,16 +299,3 @@ def _open(
             f"bits use {option_name('overrides', 'PATTERN=16')} instead"
         )
     return source
-
-
-def _rounding(
-    settings: RoundingSettings, given: str | Mapping[str, Any] | None, reads: Mapping[str, Any]
-) -> RoundingSettings:
-    """Return a recipe's rounding settings updated with the given ones. A different rule drops the recipe's settings."""
-    if given is not None and given != settings.name:
-        settings = RoundingSettings.parse(given)
-    given_reads = {name: value for name, value in reads.items() if value is not None}
-    for name, other in (("tokens", "samples"), ("samples", "tokens")):
-        if name in given_reads and other not in given_reads:
-            given_reads[other] = None
-    return replace(settings, **given_reads)

@@ -4,12 +4,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.presets import LIKE, PRESETS
-from diffquant.recipe.rounding import NEAREST
+from diffquant.recipe.rounding import NEAREST, RoundingSettings
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import find_duplicates, option_name
 from diffquant.support.progress import format_duration
@@ -161,3 +161,16 @@ def choose_supported_rounding(source: "Source | WeightSource", recipe: Recipe) -
         say(f"note: rounding by nearest, because {error}")
         return replace(recipe, rounding=NEAREST)
     return recipe
+
+
+def update_rounding(
+    settings: RoundingSettings, given: str | Mapping[str, Any] | None, reads: Mapping[str, Any]
+) -> RoundingSettings:
+    """Return a recipe's rounding settings updated with the given ones. A different rule drops the recipe's settings."""
+    if given is not None and given != settings.name:
+        settings = RoundingSettings.parse(given)
+    given_reads = {name: value for name, value in reads.items() if value is not None}
+    for name, other in (("tokens", "samples"), ("samples", "tokens")):
+        if name in given_reads and other not in given_reads:
+            given_reads[other] = None
+    return replace(settings, **given_reads)

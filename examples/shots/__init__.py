@@ -1,4 +1,4 @@
-"""Many-shot classification and its robustness to the order of demonstrations: tasks from outside of diffquant.
+"""Tasks from outside of diffquant: many-shot classification, the order of demonstrations, and loss by position.
 
 python -m examples.shots sweep TRANSFORMER DIFF -o trec --tasks many-shot:6,many-shot:48 --train FILE --test FILE
 """

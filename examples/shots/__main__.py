@@ -3,9 +3,10 @@
 from diffquant.__main__ import main
 from diffquant.measure.tasks import register
 from examples.shots.many_shot import ManyShot
+from examples.shots.nll import Nll
 from examples.shots.shot_order import ShotOrder
 
 if __name__ == "__main__":
-    register(ManyShot)
-    register(ShotOrder)
+    for task in (ManyShot, ShotOrder, Nll):
+        register(task)
     main()

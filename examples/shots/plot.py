@@ -10,7 +10,8 @@ from typing import Any
 from diffquant.errors import UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.stats import standard_error
-from diffquant.reports.plots import Interval, Line, Look, draw_panels, panels
+from diffquant.reports.plots import Interval, Line, Look
+from examples.shots.panels import draw_panels, panels
 
 
 def shots_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[Line]]:

@@ -287,15 +287,10 @@ def _cos_and_sin(decoder: Decoder, frequencies: tuple[float, ...]) -> list[str]:
     if frequencies not in angles:
         constant = graph.constant(f"frequencies.{len(angles)}", np.array(frequencies, np.float32))
         if not angles:
-            _add_positions(decoder)
+            # Each new token's position, [B, T, 1, 1].
+            places = graph.add("Add", decoder.tokens.before, decoder.tokens.steps)
+            column = graph.add("Unsqueeze", places, graph.int64("angles_axes", (2, 3)))
+            graph.add("Cast", column, to=TensorProto.FLOAT, name=_POSITIONS)
         turned = graph.add("Mul", _POSITIONS, constant)
         angles[frequencies] = [graph.narrow(graph.add(op, turned)) for op in ("Cos", "Sin")]
     return angles[frequencies]
-
-
-def _add_positions(decoder: Decoder) -> None:
-    """Add each new token's position, [B, T, 1, 1] in float32, under the name `_POSITIONS`."""
-    graph = decoder.graph
-    places = graph.add("Add", decoder.tokens.before, decoder.tokens.steps)
-    column = graph.add("Unsqueeze", places, graph.int64("angles_axes", (2, 3)))
-    graph.add("Cast", column, to=TensorProto.FLOAT, name=_POSITIONS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,7 @@ from diffquant.onnx.verification.caches import WHOLE, Reading
 from diffquant.onnx.verification.errors import (
     StageErrors,
     StageNoise,
-    TokenComparison,
     cache_excess,
-    compare_tokens,
     relative_rms,
     stage_errors,
     stage_noise,
@@ -34,25 +33,21 @@ from diffquant.onnx.verification.passages import (
     iterate_far_calls,
 )
 from diffquant.onnx.verification.reference import Reference
-from diffquant.onnx.verification.report import (
-    Measure,
-    Route,
-    Verification,
-    has_lower_agreement,
-    measures,
-    worst_measure,
-)
+from diffquant.onnx.verification.report import Measure, Route, Verification, measures, worst_measure
 from diffquant.onnx.verification.routes import (
     IN_PLACE,
     PREFILL,
     Run,
     Session,
     as_float32,
+    cut_logits,
     list_sessions,
     prefill,
+    relative_error,
     routes,
     run_last_positions,
 )
+from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, has_lower_agreement
 from diffquant.recipe import Recipe
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
@@ -66,33 +61,25 @@ MARGIN = 4.0
 _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 
+@dataclass
 class Comparison:
     """Compares an exported folder with its torch reference in every session and by all `verification.routes`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        reference: Reference,
-        passages: list[np.ndarray],
-        *,
-        tolerance: float | None,
-        threads: int,
-        device: str,
-        progress: Progress,
-    ) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._reference = reference
-        self._passages = passages
-        self._tolerance = tolerance
-        self._threads = threads
-        self._device = device
-        self._progress = progress
+    folder: Path
+    manifest: Manifest
+    reference: Reference
+    passages: list[np.ndarray]
+    tolerance: float | None
+    threads: int
+    device: str
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        reference, passages = self.reference, self.passages
         # Only the CPU's matmuls round activations.
-        self._rounds = reference.rounds and device == "cpu"
+        self._rounds = reference.rounds and self.device == "cpu"
         # A logit scale that spans rows depends on the tokens of a call, so the reference must split the same way.
-        self._spans_rows = not shares_prefixes(Recipe(logits=manifest.options.logits))
+        self._spans_rows = not shares_prefixes(Recipe(logits=self.manifest.options.logits))
         # Whole passages with float32 matmuls verify the weights; the beginnings suffice for the rest, at a third of
         # the cost.
         self._beginnings = passages if self._spans_rows else cut_beginnings(passages)
@@ -118,15 +105,15 @@ class Comparison:
         failures: list[str] = []
         refusals: list[str] = []
         fallbacks: dict[str, int] = {}
-        sessions = list_sessions(self._reference, self._rounds, self._device)
+        sessions = list_sessions(self.reference, self._rounds, self.device)
         # Prefill and padded batch; four more with a cache.
-        routes_of_one = 6 if self._manifest.options.cache else 2
+        routes_of_one = 6 if self.manifest.options.cache else 2
         self._done, noises = 0, len({session.rounds for session in sessions})
         far = sum(not session.rounds for session in sessions)
         self._total = len(sessions) * routes_of_one + far * _WORK_OF_LONG_CONTEXT + noises * _WORK_OF_NOISE
         for session in sessions:
             self._advance(0, f"{session.name}, opening it")
-            model = session.open(self._folder, self._threads, self._outputs[:-1], self._device)
+            model = session.open(self.folder, self.threads, self._outputs[:-1], self.device)
             fallbacks |= model.fallbacks
             of_session: list[Route] = []
             try:
@@ -136,20 +123,20 @@ class Comparison:
                     self._advance(work, f"{session.name}, {route.name}")
             except GraphError as error:
                 if session.is_folder and not of_session:
-                    raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
+                    raise CheckpointError(f"ONNX Runtime cannot run {self.folder}: {error}") from error
                 if session.runs_body and not of_session:
                     # The native kernel supports every head width, GroupQueryAttention does not.
                     refusals.append(f"{error}, and so the folder needs the native kernel")
                 else:
                     failures.append(str(error))
             compared += of_session
-        self._progress(1, 1, "done")
+        self.progress(1, 1, "done")
         return Verification(
-            folder=self._folder,
-            passages=len(self._passages),
-            positions=sum(ids.shape[1] for ids in self._passages),
+            folder=self.folder,
+            passages=len(self.passages),
+            positions=sum(ids.shape[1] for ids in self.passages),
             reached=self._reached,
-            stages=tuple(self._reference.stages),
+            stages=tuple(self.reference.stages),
             routes=tuple(compared),
             cache=self._cache,
             cache_layer=self._cache_layer,
@@ -165,16 +152,16 @@ class Comparison:
     def _advance(self, work: int, what: str) -> None:
         """Add finished work to the progress, and report it."""
         self._done += work
-        self._progress(self._done, self._total, what)
+        self.progress(self._done, self._total, what)
 
     def _compare_routes(self, session: Session, model: OnnxModel) -> Iterator[Route]:
         """Run every route of a session and yield its errors."""
         # The function-body session has the same weights as the one before, which whole passages verified.
-        read_by_runtime = self._beginnings if session.runs_body else self._passages
+        read_by_runtime = self._beginnings if session.runs_body else self.passages
         with self._running(session, PREFILL):
             read = prefill(model, read_by_runtime, self._outputs)
         last = [as_float32(run.states[-1]) for run in read]
-        self._tokens[session.name] = compare_tokens(_cut(self._whole, last))
+        self._tokens[session.name] = compare_tokens(cut_logits(self._whole, last))
         begun = [run.beginning(ids.shape[1]) for run, ids in zip(read, self._beginnings, strict=True)]
         passages, read = (self._beginnings, begun) if session.rounds else (read_by_runtime, read)
         # Whole passages come first: the reference then has their beginnings in its memory.
@@ -186,16 +173,16 @@ class Comparison:
             self._expectations[session.rounds] = self._compute_expected(session, states[0], (passages, states[1]))
             self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
-        if self._cache is None and self._reference.cache is not None and not session.rounds:
-            fit = cache_excess(self._reference, self._beginnings, [run.tensors for run in begun])
+        if self._cache is None and self.reference.cache is not None and not session.rounds:
+            fit = cache_excess(self.reference, self._beginnings, [run.tensors for run in begun])
             self._cache_layer, self._cache = fit[0], Measure(fit[1], CACHE_LIMIT)
-            self._cache_clips = self._reference.cache.clips(fit[0])
+            self._cache_clips = self.reference.cache.clips(fit[0])
 
         def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
             """Return the errors of the logits against the reference's and against prefill's."""
             is_cut = self._spans_rows and any(len(run.calls) > 1 for run in runs)
             wanted = self._logits(self._beginnings, session.rounds, runs=runs) if is_cut else whole
-            against = [_relative_error(runs, others) for others in (wanted, *([] if is_cut else [last]))]
+            against = [relative_error(runs, others) for others in (wanted, *([] if is_cut else [last]))]
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
         def route(name: str, errors: StageErrors, runs: Sequence[Run]) -> Route:
@@ -209,12 +196,10 @@ class Comparison:
             yield route(name, self._stage_errors(session, self._beginnings, runs), runs)
         if model.cache is not None:
             with self._running(session, IN_PLACE):
-                # The folder is opened once more, unchanged, as `diffquant run` opens it.
-                used = (
-                    OnnxModel(self._folder, self._threads, device=self._device, spins=False)
-                    if session.is_folder
-                    else model
-                )
+                used = model
+                if session.is_folder:
+                    # The folder is opened once more, unchanged, as `diffquant run` opens it.
+                    used = OnnxModel(self.folder, self.threads, device=self.device, spins=False)
                 runs = run_last_positions(used, self._beginnings)
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
         # Rounded activations affect only matmuls, all kinds of which the routes above run; the graph is the same.
@@ -225,21 +210,21 @@ class Comparison:
         """Return the errors of the stages in some runs of passages."""
         ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
         firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
-        with self._reference.arithmetic(rounds=session.rounds):
-            return stage_errors(self._reference, ids, [run.tensors for run in runs], firsts, readings)
+        with self.reference.arithmetic(rounds=session.rounds):
+            return stage_errors(self.reference, ids, [run.tensors for run in runs], firsts, readings)
 
     def _long_context(self, session: Session, model: OnnxModel, usual: StageNoise) -> Route:
         """Compare calls at far positions of the context, each with the error that rounding explains."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
-        self._reached = count_reached_positions(model, self._reference.model.config.max_position_embeddings)
-        calls = iterate_far_calls(model, self._reference, self._passages, self._outputs)
+        self._reached = count_reached_positions(model, self.reference.model.config.max_position_embeddings)
+        calls = iterate_far_calls(model, self.reference, self.passages, self._outputs)
         while far := self._read_far(calls, session):
             reading, sequences, given = far
             states = [list(map(as_float32, each)) for each in given]
-            errors = stage_errors(self._reference, sequences, states, [0] * len(states), [reading] * len(states))
+            errors = stage_errors(self.reference, sequences, states, [0] * len(states), [reading] * len(states))
             # Sessions share the measured effect of rounding here, too.
             if (number := len(found)) not in self._far_noises:
-                self._far_noises[number] = stage_noise(self._reference, sequences, states, False, reading, True)
+                self._far_noises[number] = stage_noise(self.reference, sequences, states, False, reading, True)
             noise = self._far_noises[number]
             # The passages have many more positions, so flips are likelier among them.
             largest_noise = max(noise.largest, usual.largest)
@@ -267,62 +252,49 @@ class Comparison:
     ) -> list[Tensor]:
         """Compute the reference's logits of passages, in one call each or split into calls as `runs` were."""
         logits = []
-        with self._reference.arithmetic(rounds=rounds, noise=noise):
+        with self.reference.arithmetic(rounds=rounds, noise=noise):
             if runs is None:
-                return self._reference.run(passages)
+                return self.reference.run(passages)
             for ids, reading in zip(passages, map(self._reading_of, runs), strict=False):
-                with self._reference.reading(reading):
-                    logits += self._reference.run([ids])
+                with self.reference.reading(reading):
+                    logits += self.reference.run([ids])
         return logits
 
     def _compute_expected(
         self, session: Session, begun: list[list[Tensor]], whole_states: tuple[list[np.ndarray], list[list[Tensor]]]
     ) -> tuple[list[Tensor], float, StageNoise]:
         """Return a session's expected logits, the limit of their relative error, and the rounding noise by stage."""
-        passages = self._beginnings if session.rounds else self._passages
+        passages = self._beginnings if session.rounds else self.passages
         whole = self._logits(passages, rounds=True) if session.rounds else self._whole
-        rounds_anew = session.rounds and self._reference.knows_rounding
-        limit = self._tolerance
+        rounds_anew = session.rounds and self.reference.knows_rounding
+        limit = self.tolerance
         if limit is None:
-            disturbed = self._logits(passages, rounds_anew, self._reference.flipping)
+            disturbed = self._logits(passages, rounds_anew, self.reference.flipping)
             limit = MARGIN * relative_rms(zip(disturbed, whole, strict=True))
-        noise = stage_noise(self._reference, self._beginnings, begun, session.rounds, whole=whole_states)
+        noise = stage_noise(self.reference, self._beginnings, begun, session.rounds, whole=whole_states)
         return whole, limit, noise
 
     def _notes(self, scales: Measure | None) -> Iterator[str]:
         """Yield sentences about int8 activations, and about what was not compared."""
-        if self._device == "cpu" and not self._reference.knows_rounding:
+        if self.device == "cpu" and not self.reference.knows_rounding:
             yield (
                 "ONNX Runtime rounds activations on this CPU by an unknown rule: matmuls with int8 activations are "
                 "only checked against the error that such rounding causes"
             )
         # With codes of more than 4 bits, activations are always rounded.
-        has_choice = any(tensor["container_bits"] == 4 for tensor in self._manifest.tensors.values())
+        has_choice = any(tensor["container_bits"] == 4 for tensor in self.manifest.tensors.values())
         if self._rounds and has_choice and has_lower_agreement(self._tokens):
             rounded, exact = [each.agreement for each in self._tokens.values()][:2]
             yield (
                 f"the top-1 token equals torch's at {rounded:.1%} of the positions, and at {exact:.1%} with float32 "
                 f"matmuls: where that matters, export with {option_name('accuracy_level', 1)}, which is slower"
             )
-        if self._reference.cache is not None and scales is None:
+        if self.reference.cache is not None and scales is None:
             yield (
                 "the folder has no record of its cache's calibration, which older versions did not write: scales are "
                 f"only checked to within a factor of {CACHE_LIMIT:g}; export it again to compare each"
             )
-        positions = self._reference.model.config.max_position_embeddings
+        positions = self.reference.model.config.max_position_embeddings
         if self._reached < positions:
-            why = "longer caches need too much memory" if self._manifest.options.cache else "there is no cache"
+            why = "longer caches need too much memory" if self.manifest.options.cache else "there is no cache"
             yield f"{self._reached:,} of the context's {positions:,} positions were tested: {why}"
-
-
-def _relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
-    """Return the relative RMS error of the logits of some runs, from each run's `first` position on."""
-    return relative_rms(
-        (got[:, run.first :], logits[:, run.first :])
-        for run, (logits, got) in zip(runs, _cut(wanted, [as_float32(run.states[-1]) for run in runs]), strict=True)
-    )
-
-
-def _cut(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of logits, the wanted ones cut to the length of the others; `got` may have fewer passages."""
-    return ((whole[:, : some.shape[1]], some) for whole, some in zip(wanted, got, strict=False))

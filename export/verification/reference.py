@@ -5,25 +5,20 @@ stage before, so that an error is found in the stage that causes it and does not
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar, cast
+from contextlib import AbstractContextManager
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch import Tensor
 
 from diffquant.checkpoints.source import Source
 from diffquant.family.mask import Mask
 from diffquant.measure import shares_prefixes
-from diffquant.model.causal import CausalModel
-from diffquant.model.decoder import DecoderLayer
 from diffquant.model.modeling import DiffLayer
-from diffquant.onnx.graph.linears import container_bits, int8_block
-from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, exported_cache_channels
+from diffquant.onnx.graph.plan import Scales, exported_cache_channels
 from diffquant.onnx.options import ExportOptions
+from diffquant.onnx.verification.arithmetic import SUM, ExportedWeights
 from diffquant.onnx.verification.caches import (
     WHOLE,
     GrowingCache,
@@ -32,23 +27,7 @@ from diffquant.onnx.verification.caches import (
     StaticCache,
     to_model_order,
 )
-from diffquant.onnx.verification.rounding import (
-    Disturbance,
-    Rounding,
-    find_runtime_rounding,
-    round_by_block,
-    round_inputs_once,
-)
-from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
-
-# Unit roundoff of float32, the accumulation type of every matmul, whatever the type of its inputs.
-_SUM = 2.0**-24
-# Relative noise with which, of a few hundred positions, some have a value that moves to a neighbouring code.
-FLIPPING = 2.0**-18
-# The same for quantized logits: they have few levels, and far fewer values lie near a boundary.
-FLIPPING_LOGITS = 2.0**-14
-
 
 # Most positions packed into one call. Matmuls with few rows are slow, and so is attention over many masked keys.
 _PACKED = 256
@@ -57,16 +36,12 @@ _PACKED = 256
 _Kept = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
-class Reference:
+class Reference(ExportedWeights):
     """The torch reference of an exported folder, in float32.
 
     Attributes:
-        model: model with the exported weights' values.
         layers: number of layers.
         cache: quantized cache that rounds keys and values, or None if the cache has the activations' type.
-        rounds: whether some of the export's matmuls round their activations to int8.
-        flipping: relative noise with which some quantized values, logits included, move to a neighbouring code.
-        knows_rounding: whether ONNX Runtime's rounding of activations is a rule that is implemented here.
         packs: whether a layer can compute several sequences in one call.
     """
 
@@ -81,28 +56,16 @@ class Reference:
             scales: scales of the quantized cache by layer.
             exact_bits: widths of the weight codes that the graph multiplies with float32 activations.
         """
-        self._exact_bits = exact_bits
-        self._plan = ExportPlan(source, options)
+        super().__init__(source, options, exact_bits)
         self._orders = exported_cache_channels(source)
         by_layer = {layer: to_model_order(layer_scales, self._orders) for layer, layer_scales in scales.items()}
         self.cache = StaticCache(by_layer, options.kv_bits) if scales else None
-        self.model: CausalModel = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")
         self.layers = self.model.config.num_hidden_layers
-        self.rounds = False
-        self.flipping = FLIPPING_LOGITS if options.logits.quantizes else FLIPPING
         self._shares_prefixes = shares_prefixes(Recipe(logits=options.logits))
-        self.knows_rounding = True
-        self._is_rounding = False
-        self._noise: float | None = None
         self._is_other_cache = False
         self._reading = WHOLE
         self._kept: dict[tuple[int, torch.Size], _Kept] = {}
         self._kept_for: tuple[object, ...] = ()
-        self._disturbance = Disturbance()
-        self._rounded = round_inputs_once()
-        self._take_weights()
-        self._hook_products()
-        self._hook_results()
 
     @property
     def width(self) -> int:
@@ -114,17 +77,6 @@ class Reference:
         """Names of the stages in order."""
         return ["the embedding", *(f"layer {layer}" for layer in range(self.layers)), "the head"]
 
-    def arithmetic(self, *, rounds: bool = False, noise: float | None = None) -> AbstractContextManager[None]:
-        """Change the arithmetic inside the context: round activations, add noise, or both.
-
-        Args:
-            rounds: round activations as ONNX Runtime's int8 matmuls do.
-            noise: add noise to every result, as large as the rounding error of the export's type and at least this
-                fraction of the result; the same noise each time.
-        """
-        self._disturbance.restart()
-        return self._set(_is_rounding=rounds, _noise=noise)
-
     def simulate_cache(self, cache: "StaticCache | None") -> AbstractContextManager[None]:
         """Inside the context, round keys and values with this cache, or not at all if it is None."""
         return self._set(cache=cache, _is_other_cache=cache is not self.cache)
@@ -132,16 +84,6 @@ class Reference:
     def reading(self, reading: Reading) -> AbstractContextManager[None]:
         """Inside the context, split sequences into calls and run them behind a past as the `Reading` specifies."""
         return self._set(_reading=reading)
-
-    @contextmanager
-    def _set(self, **settings: Any) -> Iterator[None]:
-        """Change attributes inside the context."""
-        before = {name: getattr(self, name) for name in settings}
-        vars(self).update(settings)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
 
     @torch.no_grad()
     def stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
@@ -294,61 +236,5 @@ class Reference:
             return cos, sin
         # Powers differ between CPUs in the last digit, and with them the angles of far positions.
         angle = torch.arange(first, first + x.shape[1])[:, None] * rotary.inv_freq.repeat(2)
-        turn = angle * _SUM * self._disturbance.normals(angle.shape[-1])
+        turn = angle * SUM * self._disturbance.normals(angle.shape[-1])
         return cos - turn * sin, sin + turn * cos
-
-    def _take_weights(self) -> None:
-        """Replace weights by the export's values: codes · scale in float32, or values rounded to its type."""
-        parameters = dict(self.model.named_parameters())
-        dtype = self._plan.options.torch_dtype
-        for name, matrix in self._plan.matrices.items():
-            parameter, rows = parameters[name], matrix.shape[0]
-            # `load` unpacked these in float32, which are already a float32 export's values.
-            if matrix.stored.quantizes and dtype is torch.float32:
-                continue
-            if matrix.scheme.quantizes:
-                in_model_order = replace(matrix, order=self._plan.adapter.row_order(name))
-                scale_dtype = dtype if matrix.has_codes else torch.float32
-                parameter.data = in_model_order.dequantize(0, rows, scale_dtype).view(parameter.shape)
-            if not matrix.has_codes:
-                parameter.data = parameter.data.to(dtype).float()
-        self.model.tie_weights()
-
-    def _hook_products(self) -> None:
-        """Register hooks that round the activations of int8 matmuls while `arithmetic(rounds=True)` is active."""
-        is_tied = self.model.config.tie_word_embeddings
-        for name, module in self.model.named_modules():
-            matrix = self._plan.matrices.get(EMBEDDING if is_tied and f"{name}.weight" == HEAD else f"{name}.weight")
-            block = None if matrix is None else int8_block(matrix, self._plan.options)
-            if matrix is None or block is None or not isinstance(module, nn.Linear):
-                continue
-            bits = container_bits(matrix.scheme)
-            if bits in self._exact_bits:
-                continue
-            rounding = find_runtime_rounding(bits, block)
-            self.rounds = True
-            self.knows_rounding &= rounding is not None
-            module.register_forward_pre_hook(partial(self._round_input, rounding or round_by_block, block))
-
-    def _round_input(
-        self, rounding: Rounding, block: int, _module: nn.Module, inputs: tuple[Tensor, ...]
-    ) -> tuple[Tensor] | None:
-        return (self._rounded(inputs[0], rounding, block),) if self._is_rounding else None
-
-    def _hook_results(self) -> None:
-        """Register hooks that add noise to every module's output while `arithmetic(noise=...)` is active."""
-        stored = _SUM if self._plan.options.dtype == "float32" else 2.0**-11
-        for module in self.model.modules():
-            if isinstance(module, nn.Linear | nn.LayerNorm | LlamaRMSNorm):
-                # Errors of a sum of K terms add up like a random walk (Higham and Mary, 2019).
-                width = module.weight.shape[-1]
-                module.register_forward_hook(partial(self._disturb_output, max(stored, _SUM * width**0.5)))
-            elif isinstance(module, nn.Embedding | DecoderLayer):
-                module.register_forward_hook(partial(self._disturb_output, stored))
-
-    def _disturb_output(self, size: float, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        return None if self._noise is None else self._disturb(output, max(size, self._noise))
-
-    def _disturb(self, output: Any, size: float) -> Any:
-        """Multiply a module's output by random factors near 1."""
-        return self._disturbance.of(output, size)

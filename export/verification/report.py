@@ -6,7 +6,8 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from diffquant.onnx.verification.errors import StageErrors, TokenComparison
+from diffquant.onnx.verification.errors import StageErrors
+from diffquant.onnx.verification.tokens import TokenComparison
 from diffquant.support.names import option_name
 from diffquant.support.terminal import Readable
 
@@ -78,12 +79,6 @@ class Route:
         for number, of_stage in enumerate(zip(self.typical, self.largest, strict=True)):
             if not all(measure.passed for measure in of_stage):
                 yield number
-
-
-def has_lower_agreement(tokens: Mapping[str, TokenComparison]) -> bool:
-    """Return whether the first session's top-1 tokens equal the reference's less often than the second session's do."""
-    agreements = [each.agreement for each in tokens.values()]
-    return len(agreements) > 1 and agreements[0] < agreements[1]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

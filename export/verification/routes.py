@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffquant.onnx.native import library_path
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx.verification.errors import relative_rms
 from diffquant.onnx.verification.reference import Reference
 
 
@@ -95,6 +96,19 @@ class Run:
     def tensors(self) -> list[Tensor]:
         """`states` in float32."""
         return list(map(as_float32, self.states))
+
+
+def cut_logits(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of logits, the wanted ones cut to the length of the others; `got` may have fewer passages."""
+    return ((whole[:, : some.shape[1]], some) for whole, some in zip(wanted, got, strict=False))
+
+
+def relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
+    """Return the relative RMS error of the logits of some runs, from each run's `first` position on."""
+    return relative_rms(
+        (got[:, run.first :], logits[:, run.first :])
+        for run, (logits, got) in zip(runs, cut_logits(wanted, [run.tensors[-1] for run in runs]), strict=True)
+    )
 
 
 def as_float32(values: np.ndarray) -> Tensor:

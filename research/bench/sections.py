@@ -13,6 +13,7 @@ from research.bench.programs import programs, serving
 from research.bench.programs.batches import BatchSettings
 from research.bench.programs.cell_speeds import cell_speeds
 from research.bench.programs.sharing import share_sweep
+from research.bench.throughput import THROUGHPUT, throughput_parts
 
 _KIND_ITEMS = 10
 
@@ -33,6 +34,7 @@ def program_sections(checkpoints: Sequence[Path], workers: Sequence[int] = ()) -
     if min(workers, default=1) < 1:
         raise UsageError("workers takes counts of at least 1")
     return {
+        THROUGHPUT: throughput_parts,
         "generate": lambda options: _generate(options, checkpoints),
         "serve": _serve,
         "quantize": lambda _: {"4:g32": lambda progress: programs.quantizing(0.5, "4:g32", progress)},

@@ -259,7 +259,6 @@ H100 = {
     "simulated logits 8:row, 8K": (_ROUNDED, "DIFF, simulated logits 8:row", _FUSED, "fused fp16"),
     "decoding from a 4-bit cache, 8 × 16K": (_DECODE, "DIFF, fused, 4-bit cache", _CACHE, "16-bit cache"),
     "the same": (_DECODE, "DIFF, fused, 4-bit cache", "Transformer, SDPA flash", "the Transformer, FlashAttention-2"),
-    "decoding from 4-bit pages, 8 × 16K": (_PAGES, "4-bit pages", _CACHE, "16-bit cache"),
     "decoding from 16-bit pages, 8 × 16K": (_PAGES, "16-bit pages", _CACHE, "16-bit cache"),
     "4-bit linear layer, 1 token": (
         f"{_LINEAR}, 1 token, float16, CUDA graphs",

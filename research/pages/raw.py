@@ -32,7 +32,7 @@ def raw(name: str) -> Any:
 @cache
 def sweep(name: str) -> SweepResult:
     """The sweep in a folder of research/results."""
-    return read_sweep(folder(name) / "sweep.json", {})
+    return read_sweep(folder(name) / "sweep.json")
 
 
 def measured(name: str, model: str, scheme: str, task: str | None = None) -> TaskResult:

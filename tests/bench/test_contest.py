@@ -265,16 +265,6 @@ def test_a_wrong_product_or_a_wrong_weight_is_named_and_not_timed(monkeypatch, c
     assert not cell.values
 
 
-def test_throughput_compares_models_of_nearly_equal_size():
-    cells = linears.run_throughput([V1], [16], 1, "float32", "cpu", 1)
-    sizes = [cell.facts["parameters"] for cell in cells]
-    assert [cell.path for cell in cells] == [linears.TRANSFORMER, linears.V1, linears.V2]
-    # V1 adds λ alone; V2's queries are doubled.
-    assert sizes[1] - sizes[0] == 4 * V1.width
-    assert sizes[2] > sizes[0]
-    assert linears.table7(cells).count("\n") == 2
-
-
 def test_random_calls_are_the_same_every_time_and_nowhere_zero():
     first, second = (peers.differential(WORKS["v1"], "cpu") for _ in range(2))
     torch.testing.assert_close(first.q[1], second.q[1], rtol=0, atol=0)

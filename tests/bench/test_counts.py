@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffquant.attention.naive import naive
 from diffquant.benchmarks import roofline
-from diffquant.benchmarks.workloads import MODELS, Model, Workload, count_visible_logits, differential
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, differential
+from diffquant.model.walk import count_visible_logits
 from tests.support.tables import in_one_test
 
 V1 = Model("v1", 64, 2, 3, 3, 8, 16, 96)
@@ -20,12 +21,12 @@ def prompt(model, length=40, batch=2):
 @in_one_test(("queries", "keys"), [(7, 7), (1, 9), (4, 10)])
 def test_seen_entries_are_those_of_a_causal_mask(queries, keys):
     mask = torch.ones(queries, keys).tril(keys - queries)
-    assert count_visible_logits(queries, keys) == int(mask.sum())
+    assert count_visible_logits(1, queries, keys) == int(mask.sum())
 
 
 def test_v1_takes_6_fused_8_in_four_calls_and_the_transformer_4_units():
     work = prompt(V1)
-    unit = 2 * count_visible_logits(40, 40) * 2 * 3 * 8
+    unit = 2 * count_visible_logits(2 * 3, 40, 40) * 8
     assert roofline.count_fused_call(work)[0] == 6 * unit
     assert roofline.count_two_calls(work)[0] == 6 * unit
     assert roofline.count_four_calls(work)[0] == 8 * unit

@@ -22,8 +22,8 @@ pytest.importorskip("scipy")
 
 from diffquant.calib.search import search as search_module
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
-from diffquant.calib.search.outputs import interpolate_uniform_kl, search_table, write_search
-from diffquant.calib.search.result import group_by_kind, read_searches
+from diffquant.calib.search.outputs import search_table, write_search
+from diffquant.calib.search.result import group_by_kind, interpolate_uniform_kl, read_searches
 from diffquant.calib.search.search import Search
 from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
 from diffquant.calib.search.units import Unit, find_measured_parts, find_units, quantize_unit, to_recipe

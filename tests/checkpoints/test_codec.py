@@ -8,7 +8,8 @@ from compressed_tensors.utils.match import match_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffquant.checkpoints.compressed_config import name_patterns, pick_targets, quantization_config, read_schemes
+from diffquant.checkpoints.compressed_config import quantization_config, read_schemes
+from diffquant.checkpoints.compressed_targets import name_patterns, pick_targets
 from diffquant.checkpoints.compressed_tensors import pack_weight, packed_shapes, unpack_weight, weight_codes
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.absmax import max_code

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
-from diffquant.errors import CheckpointError, NonFiniteError, UsageError
+from diffquant.errors import CheckpointError, NonFiniteError, OutputExistsError, UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.quantize import quantize
@@ -164,17 +164,22 @@ def test_a_quantized_source_is_refused(tmp_path):
         convert(tmp_path / "small", tmp_path / "out", "diff-v2")
 
 
-def test_an_interrupted_conversion_goes_on_to_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("to", ["diff-v2", "rotated"])
+def test_an_interrupted_conversion_goes_on_to_the_same_bytes_and_is_replaced_only_if_asked(tmp_path, to):
     source = write_llama(tmp_path / "llama", shard_size="100KB")
-    convert(source, tmp_path / "expected", "diff-v2")
+    convert(source, tmp_path / "expected", to)
 
     def interrupt(done, total, what):
         if done > 0.6 * total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match="finished shards are kept"):
-        convert(source, tmp_path / "out", "diff-v2", progress=interrupt)
-    convert(source, tmp_path / "out", "diff-v2")
+        convert(source, tmp_path / "out", to, progress=interrupt)
+    convert(source, tmp_path / "out", to)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    with pytest.raises(OutputExistsError):
+        convert(source, tmp_path / "out", to)
+    convert(source, tmp_path / "out", to, overwrite=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 

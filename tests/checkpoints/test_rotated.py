@@ -3,12 +3,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from diffquant.errors import CheckpointError, NonFiniteError, OutputExistsError
+from diffquant.errors import CheckpointError, NonFiniteError
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from tests.support.checkpoints import contents, write_checkpoint, write_llama
+from tests.support.checkpoints import write_checkpoint, write_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.models import random_ids
 
@@ -151,21 +151,3 @@ def test_nan_is_named(tmp_path, name):
     save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(NonFiniteError, match=name.replace(".", r"\.")):
         convert(source, tmp_path / "out", "rotated")
-
-
-def test_an_interrupted_rotation_goes_on_to_the_same_bytes_and_is_replaced_only_if_asked(tmp_path):
-    source = write_llama(tmp_path / "llama", shard_size="100KB")
-    convert(source, tmp_path / "expected", "rotated")
-
-    def interrupt(done, total, what):
-        if done > 0.6 * total:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt, match="finished shards are kept"):
-        convert(source, tmp_path / "out", "rotated", progress=interrupt)
-    convert(source, tmp_path / "out", "rotated")
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
-    with pytest.raises(OutputExistsError):
-        convert(source, tmp_path / "out", "rotated")
-    convert(source, tmp_path / "out", "rotated", overwrite=True)
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")

@@ -55,7 +55,6 @@ def folder(source, tmp_path):
         ({"kv_bits": 6}, "no kernel reads a 6-bit KV cache"),
         ({"embed_bits": 4}, "no kernel reads 4-bit embeddings"),
         ({"dtype": "bfloat16"}, "unknown dtype"),
-        ({"opset": 17}, "opset 17 is not within 18 to"),
         ({"accuracy_level": 2}, "accuracy level 2"),
         ({"genai_device": "cuda:x"}, "genai_device takes cpu, cuda or cuda:N, not 'cuda:x'"),
         ({"genai_device": "cuda", "cache": False}, "leave out cache=False or genai_device"),
@@ -73,16 +72,11 @@ def test_options_that_no_runtime_has_are_refused(wrong, message):
         ExportOptions.parse(**wrong)
 
 
-def test_an_opset_or_cache_the_installed_runtime_lacks_is_refused(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(options, "_newest_opset", lambda: 23)
-    monkeypatch.setattr(options, "_runtime_version", lambda: (1, 24))
-    with pytest.raises(UsageError, match=r"supports opsets up to 23, not 25 and has no 8-bit KV cache; install 1\.27"):
-        export(source, tmp_path / "out", ExportOptions(opset=25, kv_bits=8))
+def test_a_runtime_that_is_too_old_for_the_model_is_refused(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(options.onnxruntime, "__version__", "1.24.1")
+    with pytest.raises(UsageError, match=r"8-bit KV cache needs ONNX Runtime 1\.27; installed is 1\.24\.1"):
+        export(source, tmp_path / "out", ExportOptions(kv_bits=8))
     assert not (tmp_path / "out").exists()
-
-
-def test_the_newest_opset_is_what_the_runtime_loads():
-    assert options._newest_opset() >= 23
 
 
 def test_groups_that_no_kernel_has_are_named(tmp_path):

@@ -23,7 +23,7 @@ EXPORTS = {
     "V2, no cache": ("unilm-v2-half", {"cache": False}),
     "V2, logits": ("unilm-v2", {"logits": "6:pair:shift", "kv_bits": 4}),
     "grouped": ("motif-grouped", {"dtype": "float16"}),
-    "gates": ("gated", {"opset": 25}),
+    "gates": ("gated", {}),
     "Transformer, 8-bit cache": ("llama", {"kv_bits": 8}),
     "Phi-4-mini-flash": ("phi4flash", {"kv_bits": 8}),
     "Motif-3": ("motif3", {"weights": "4:row"}),

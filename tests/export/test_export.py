@@ -48,7 +48,6 @@ PRECISIONS = {
     "logits": {"logits": "4:row"},
     "logits-tensor-shift": {"logits": "5:tensor:shift"},
     "no-cache": {"cache": False},
-    "opset25": {"opset": 25},
 }
 
 

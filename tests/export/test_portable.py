@@ -133,8 +133,6 @@ def test_a_missing_data_file_is_named(tmp_path):
     assert not (folder / MODEL_FILE).exists()
 
 
-def test_a_page_and_an_opset_that_is_too_old_are_refused():
-    with pytest.raises(UsageError, match=r"leave out portable.*opset 23"):
+def test_a_page_is_refused():
+    with pytest.raises(UsageError, match="leave out portable"):
         ExportOptions(web=True, portable=True)
-    with pytest.raises(UsageError, match="opset 17 is not within 18 to 26"):
-        ExportOptions(opset=17)

@@ -27,8 +27,6 @@ from diffquant.onnx.verification.caches import WHOLE, GrowingCache, Past, Static
 from diffquant.onnx.verification.errors import (
     StageErrors,
     StageNoise,
-    TokenComparison,
-    compare_tokens,
     relative_rms,
     stage_errors,
 )
@@ -36,7 +34,6 @@ from diffquant.onnx.verification.passages import count_reached_positions, iterat
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
-    has_lower_agreement,
     measures,
     worst_measure,
 )
@@ -49,6 +46,7 @@ from diffquant.onnx.verification.rounding import (
     round_inputs_once,
 )
 from diffquant.onnx.verification.routes import PREFILL, prefill, routes, run_last_positions
+from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, has_lower_agreement
 from diffquant.onnx.verifier import rotation_excess
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, AbsentGpu, simulate_gpu
+from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, Gpu
+from tests.support.absent_gpu import simulate_gpu
 from tests.support.completeness import is_complete
 
 collect_ignore_glob = [] if is_complete() or find_spec("triton") else ["test_*.py"]
@@ -37,4 +38,4 @@ def has_capability():
     Modules that launch code imports late keep what they import, so `gpu.capability` itself may not be replaced.
     """
     with ExitStack() as assumed:
-        yield lambda *version: assumed.enter_context(simulate_gpu(AbsentGpu(version, SMALLEST_SHARED_MEMORY, 8)))
+        yield lambda *version: assumed.enter_context(simulate_gpu(Gpu(version, SMALLEST_SHARED_MEMORY, 8)))

@@ -8,7 +8,6 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
 from diffquant.kernels.cache.decode_cut import TILES
 from diffquant.kernels.cache.kv_store import KVStore
-from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
 from diffquant.kernels.cache.paged import TILES as PAGED_TILES
 from diffquant.kernels.cache.paged import decode_paged
 from diffquant.recipe import Recipe
@@ -35,12 +34,6 @@ PAGED = {
     "paged-v2-d64-sm_90": ("v2", 64, 90, 3.2),
     "paged-v1-d64-sm_80": ("v1", 64, 80, 2.5),
 }
-# Codes in pages, with scales of tokens and of blocks of keys' channels, of which each page has a part.
-PACKED_PAGES = {
-    "pages-v1-d128-int4-sm_90": ("v1", 128, Recipe.of(kv=4), 90, 2.2),
-    "pages-v1-d128-c64-int4-sm_90": ("v1", 128, Recipe.of(k="4:c64", v=4), 90, 2.8),
-    "pages-v2-d64-int8-sm_80": ("v2", 64, Recipe.of(kv=8), 80, 4.0),
-}
 APPENDED = ("v1-d64-int4-sm_90", "v2-d128-int6-sm_80")
 REGISTERS = 65_536
 # Of barriers, and of loads and stores that do not go to global memory.
@@ -58,14 +51,6 @@ def launches():
         yield name, capability, partial(decode, q, store, lam, scale=0.125)
         if name in APPENDED:
             yield f"append-{name}", capability, partial(append, store, both(generation, k), v)
-    for name, (generation, width, recipe, capability, _) in PACKED_PAGES.items():
-        q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
-        store = PagedStore(recipe, both(generation, k), v, 1, places=1)
-        table, lengths = torch.zeros(1, 256, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-        places = torch.zeros(1, dtype=torch.int32) if store.needs_rings else None
-        attend = partial(decode_packed_pages, q, store, table, lengths, lam, scale=0.125, places=places)
-        yield name, capability, attend
-        yield f"append-{name}", capability, partial(store.append, both(generation, k), v, table, lengths, places)
     for name, (generation, width, capability, _) in PAGED.items():
         q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
         pages = paged(k, v, [1])
@@ -102,10 +87,7 @@ def test_shipped_configurations_unpack_cheaply_and_without_barriers():
     for name, (generation, width, capability, most) in PAGED.items():
         tile = PAGED_TILES[f"paged/sm_{capability}/{values_of(generation, width)}"]
         assert_cheap(binaries[name], name, "paged_share", generation, width, tile, most)
-    for name, (generation, width, recipe, capability, most) in PACKED_PAGES.items():
-        tile = TILES[f"decode/sm_{capability}/{values_of(generation, width)}/{recipe.k.bits}"]
-        assert_cheap(binaries[name], name, "packed_pages_share", generation, width, tile, most)
-    for name in (*APPENDED, *PACKED_PAGES):
+    for name in APPENDED:
         (kernel,) = binaries[f"append-{name}"]
         assert kernel.stack == 0, name
         assert kernel.shared <= SHARED_LIMIT[kernel.capability], name

@@ -13,10 +13,11 @@ from diffquant.kernels.gpu import device_refusal, fp8_refusal, survey, triton_ve
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module
 from diffquant.kernels.linear.linear import launch, linear
+from tests.support.absent_gpu import H100, simulate_gpu
 from tests.support.packed_weights import random_activations, random_case, relative_error
 
 CUDA = torch.device("cuda", 0)
-HALF = replace(gpu.H100, processors=66)
+HALF = replace(H100, processors=66)
 KIB_99 = 101_376
 
 
@@ -25,16 +26,16 @@ def machine(monkeypatch):
     """Makes torch see a CUDA device, and a version of Triton that may not be there."""
 
     def make(capability, triton="3.9.0", shared_memory=232_448):
-        properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
+        properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory, multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setitem(sys.modules, "triton", None if triton is None else SimpleNamespace(__version__=triton))
         monkeypatch.setattr(gpu, "find_spec", lambda _: triton)
-        for cached in (triton_version, gpu._shared_memory_of):
+        for cached in (triton_version, gpu.gpu_of):
             cached.cache_clear()
 
     yield make
-    for cached in (triton_version, gpu._shared_memory_of):
+    for cached in (triton_version, gpu.gpu_of):
         cached.cache_clear()
 
 
@@ -122,8 +123,8 @@ def test_a_start_that_costs_more_leads_to_fewer_waves():
 def test_shares_are_those_of_a_devices_own_bandwidth_and_multiprocessors():
     q = [torch.zeros(8, 12, 1, 128, dtype=torch.float16)]
     shares = {}
-    for name, card in {"H100": gpu.H100, "slow": replace(gpu.H100, bytes_a_second=1e11), "half": HALF}.items():
-        with gpu.simulate_gpu(card):
+    for name, card in {"H100": H100, "slow": replace(H100, bytes_a_second=1e11), "half": HALF}.items():
+        with simulate_gpu(card):
             shares[name] = DecodeSplit.of(TILES["decode/sm_90/256/4"], q, 12, 2048, 16384, None).shares
     # 96 programs a share, and places for two blocks on each of 132 or 66 multiprocessors.
     assert shares["slow"] >= shares["H100"] > 1
@@ -133,14 +134,12 @@ def test_shares_are_those_of_a_devices_own_bandwidth_and_multiprocessors():
 def test_a_devices_bandwidth_is_its_memorys_clock_times_its_width(machine, monkeypatch):
     machine((9, 0))
     # An H100 (SXM), as its driver says: 2,619 MHz and 5,120 bits.
-    told = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120, multi_processor_count=132)
-    for properties, wanted in ((told, 3.35e12), (SimpleNamespace(multi_processor_count=66), 3.35e12 / 2)):
+    memory = {"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
+    for processors, told, wanted in ((132, memory, 3.35e12), (66, {}, 3.35e12 / 2)):
+        properties = SimpleNamespace(shared_memory_per_block_optin=KIB_99, multi_processor_count=processors, **told)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
-        for cached in (gpu._bandwidth_of, gpu._processors_of):
-            cached.cache_clear()
+        gpu.gpu_of.cache_clear()
         assert gpu.bandwidth(CUDA) == pytest.approx(wanted * gpu.COPY_REACHES, rel=0.01)
-    gpu._processors_of.cache_clear()
-    gpu._bandwidth_of.cache_clear()
 
 
 def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatch):

@@ -91,20 +91,19 @@ FORMS = {
             "tools.py": "import words.helper\n\ndef shown(docs):\n    words.helper.documents()\n    return docs\n",
             **PACKAGE,
             "d.json": "",
-            "unused.py": "",
+            "unused.txt": "",
         },
-        ("unused.py",),
+        ("unused.txt",),
     ),
     "custom data": ({"quiz.yaml": PLAIN + "custom_dataset: !function tools.made\n", "tools.py": CUSTOM, **PACKAGE}, ()),
     "group": (
         {
             "quiz.yaml": "group: quiz\ntask: [one, {task: two, dataset_kwargs: {data_files: {test: f.json}}}]\n",
             "one.yaml": PLAIN.replace("quiz", "one") + "dataset_kwargs: {data_files: {test: d.json}}\n",
-            "two.yaml": reading("{data_files: {test: e.json}}").replace("quiz", "two"),
-            "three.yaml": PLAIN.replace("quiz", "three") + "dataset_kwargs: {data_files: {test: o.json}}\n",
-            **dict.fromkeys(("d.json", "e.json", "f.json", "o.json"), ""),
+            "two.yaml": PLAIN.replace("quiz", "two"),
+            **dict.fromkeys(("d.json", "f.json"), ""),
         },
-        ("three.yaml", "e.json", "o.json"),
+        (),
     ),
 }
 LAUGHS = "metadata:\n  a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -226,9 +225,8 @@ def test_data_that_nobody_here_can_see_is_said(place):
         ({"quiz.yaml": "metadata: &a {x: *a}\n" + PLAIN}, "a value contains itself"),
         ({"quiz.yaml": PLAIN + "metadata: " + "[" * 5000}, "cannot read .*quiz.yaml as a task"),
         ({"quiz.yaml": "task: [\n"}, "cannot read .*quiz.yaml as a task"),
-        ({"quiz.yaml": PLAIN + "process_docs: !function tools.x", "tools.py": "def x(:\n"}, "cannot read .*tools.py"),
     ],
-    ids=["data", "folder", "data_dir", "include", "circle", "list", "laughs", "self", "deep", "no yaml", "no python"],
+    ids=["data", "folder", "data_dir", "include", "circle", "list", "laughs", "self", "deep", "no yaml"],
 )
 def test_files_that_cannot_be_read_are_named_before_the_first_item(place, files, message):
     write(place, files)
@@ -286,12 +284,12 @@ def test_a_group_of_tasks_runs_from_its_file(place):
     model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")), tiny_lm.tokenizer())
     result = harness("quiz.yaml").run(model, None, silent)
     assert result.n == 2 * len(DOCUMENTS)
-    assert TaskFiles.of(place / "quiz.yaml").name == "quiz"
+    assert TaskFiles(place / "quiz.yaml").name == "quiz"
 
 
 def test_a_few_aliases_are_read(place):
     write(place, {"quiz.yaml": "metadata: {a: &a [1, 2], b: *a}\n" + PLAIN})
-    assert TaskFiles.of(place / "quiz.yaml").name == "quiz"
+    assert TaskFiles(place / "quiz.yaml").name == "quiz"
 
 
 SHELL = "{{ cycler.__init__.__globals__.os.popen('touch RAN').read() }}"

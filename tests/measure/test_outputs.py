@@ -216,20 +216,6 @@ def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_me
     assert headline(replace(sweep, cells=lost))[1].endswith("From 4 bits up no loss is measurable.")
 
 
-def test_what_gained_much_is_not_said_to_have_changed_least():
-    """A loss in nats may fall, too."""
-    options = SweepOptions(tasks=("nll",), bits=(8, 4))
-    cells = []
-    for point, nll in zip(points(MODELS[:1], options), (2.0, 1.99, 1.5), strict=True):
-        counted = {f"{kind}_by_window": [3, 3] for kind in ("tokens", "ar_hits", "others")}
-        losses = {f"{kind}_by_window": [nll, nll] for kind in ("nll", "ar_hit_nll", "other_nll")}
-        stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
-        cells.append(Cell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None))
-    (sentence,) = headline(SweepResult(cells, {}))
-    assert sentence.startswith("nll: the smallest change is that of transformer at logits 8:row")
-    assert "the largest that of transformer at logits 4:row" in sentence
-
-
 class References(HTMLParser):
     """Collects what a browser would load."""
 

@@ -9,9 +9,9 @@ from diffquant.errors import UsageError
 from diffquant.measure.fidelity.sides import Model
 from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.tasks import perplexity
-from diffquant.measure.tasks.nll import score_positions
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
+from examples.shots.nll import score_positions
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import diffquant
-from diffquant.checkpoints.compressed_config import match_modules, pick_targets
+from diffquant.checkpoints.compressed_targets import match_modules, pick_targets
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.ranges import read_any_ranges
 from diffquant.checkpoints.texts import load_text
@@ -148,7 +148,7 @@ def test_expressions_match_as_python_matches_them(expression):
 
 
 def test_what_diffquant_writes_is_matched_without_another_process(monkeypatch):
-    from diffquant.checkpoints.compressed_config import name_patterns
+    from diffquant.checkpoints.compressed_targets import name_patterns
 
     monkeypatch.setattr(subprocess, "run", None)
     modules = [f"model.layers.{i}.mlp.experts.{j}.up-proj" for i in range(30) for j in range(40)]

@@ -1,8 +1,7 @@
 """The files that a run writes: texts, pictures, and a page that leads to them."""
 
 from diffquant.errors import UsageError
-from diffquant.reports.page import Report, Section, facts
-from diffquant.reports.run import write_run
+from diffquant.reports.page import Report, Section, facts, write_run
 
 
 def nothing_to_draw(path):

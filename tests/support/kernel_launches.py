@@ -50,7 +50,6 @@ def _decode() -> Iterator[tuple[str, Call]]:
     from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.decode import decode
     from diffquant.kernels.cache.kv_store import KVStore
-    from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
     from diffquant.kernels.cache.paged import decode_paged
 
     for family in FAMILIES:
@@ -65,16 +64,6 @@ def _decode() -> Iterator[tuple[str, Call]]:
         pages = [cache[0], cache[0 if family == "v2" else 1]], cache[2], torch.zeros(1, 256, dtype=torch.int32)
         lengths = torch.ones(1, dtype=torch.int32)
         yield f"paged 16 bits, {family} 128", partial(decode_paged, q, *pages, lengths, lam, scale=0.125)
-        for bits in (8, 6, 4):
-            packed = PagedStore(Recipe.of(kv=bits), keys, v, 256)
-            attend = partial(decode_packed_pages, q, packed, pages[2], lengths, lam, scale=0.125)
-            yield f"paged {bits} bits, {family} 128", attend
-        yield f"append to pages 4 bits, {family} 128", partial(packed.append, keys, v, pages[2], lengths)
-        for bits in (8, 6, 4):
-            blocks = PagedStore(Recipe.of(k=f"{bits}:c64", v=bits, residual=64), keys, v, 256, places=1)
-            attend = partial(decode_packed_pages, q, blocks, pages[2], lengths, lam, scale=0.125, places=lengths)
-            yield f"paged {bits}:c64 keys, {family} 128", attend
-        yield f"append to pages 4:c64 keys, {family} 128", partial(blocks.append, keys, v, pages[2], lengths, lengths)
 
 
 def _decode_latent() -> Iterator[tuple[str, Call]]:

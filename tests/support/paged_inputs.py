@@ -8,8 +8,6 @@ from torch import Tensor
 
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.cache.packed_pages import PagedStore
-from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import expected
 
 PAGE = 16
@@ -98,68 +96,3 @@ def shuffled_table(lengths: Sequence[int], device: torch.device | str, spare: in
     # Rows without a sequence name a first page.
     table[:, 0] = torch.where(table[:, 0] == 2**30, 0, table[:, 0])
     return table.to(device)[:, :columns], len(order)
-
-
-def poisoned_store(
-    recipe: Recipe, k: Tensor, v: Tensor, pages: int, sequences: int
-) -> tuple[PagedStore, Tensor | None]:
-    """Pages and rings that hold NaN and the largest codes until something is stored, and each sequence's ring."""
-    waits = bool(recipe.residual or recipe.k.sharing.tokens > 1)
-    store = PagedStore(recipe, k, v, pages, places=sequences + 1 if waits else 0)
-    for side in (store.keys, store.values):
-        side.codes.fill_(-1)
-        side.top.fill_(-1)
-        side.scales.fill_(torch.nan)
-        side.recent.fill_(torch.nan)
-    places = torch.arange(sequences, 0, -1, dtype=torch.int32, device=v.device)
-    return store, places if waits else None
-
-
-def fill(
-    store: PagedStore,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    lengths: Sequence[int],
-    chunks: Sequence[int],
-    places: Tensor | None = None,
-) -> None:
-    """Append the first tokens of [B, H, S, w], `chunks` at a time and then the rest."""
-    done = 0
-    most = max(lengths)
-    for chunk in (*chunks, most):
-        stop = min(done + chunk, most)
-        if stop == done:
-            break
-        # Sequences that have ended take no more: each is appended to by itself.
-        for sequence, length in enumerate(lengths):
-            end = min(stop, length)
-            if end > done:
-                own = slice(sequence, sequence + 1)
-                total = torch.tensor([end], dtype=torch.int32, device=v.device)
-                ring = None if places is None else places[own]
-                store.append(k[own, :, done:end], v[own, :, done:end], table[own], total, ring)
-        done = stop
-
-
-def expected_of_packed(
-    q: Sequence[Tensor],
-    k: Sequence[Tensor],
-    read: Sequence[tuple[Tensor, Tensor]],
-    lam: Tensor | None,
-    *,
-    scale: float,
-    window: int | None = None,
-    post: PairNorm | None = None,
-) -> Tensor:
-    """Output [B, h, T, dv] of `naive` in float64 over what pages read back; `k` says how many maps' keys there are."""
-    outs = []
-    for sequence, (keys, v) in enumerate(read):
-        own = [x[sequence : sequence + 1] for x in q]
-        factor = lam[sequence : sequence + 1] if lam is not None and lam.ndim else lam
-        if not v.shape[2]:
-            outs.append(torch.zeros(*own[0].shape[:3], v.shape[3], dtype=torch.float64, device=v.device))
-            continue
-        maps = [keys] * len(k) if k[0] is k[-1] else list(keys.chunk(2, 1))
-        outs.append(expected(own, maps, v, factor, scale=scale, mask=Mask(window=window), post=post))
-    return torch.cat(outs)

@@ -22,8 +22,8 @@ from diffquant.checkpoints.compressed_config import (
     has_kv_cache_scheme,
     has_targets,
     is_square,
-    pick_targets,
 )
+from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
 from diffquant.checkpoints.dequantized.floats import find_spread, find_unscaled, model_dtype, read_float_matrix

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_config import match_modules
+from diffquant.checkpoints.compressed_targets import match_modules
 from diffquant.checkpoints.dequantized.base import (
     Contents,
     Parts,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.kernels.cache.append_tokens import append_tokens
-from diffquant.kernels.cache.kv_store import TOKENS_A_STEP, KVStore
+from diffquant.kernels.cache.kv_store import KVStore
+from diffquant.kernels.cache.stored_side import TOKENS_A_STEP
 from diffquant.kernels.linear.repack import FRAGMENT
 from diffquant.recipe.numbers.absmax import max_code, to_storable_scale
 

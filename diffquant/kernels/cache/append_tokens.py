@@ -8,8 +8,8 @@ slots of the ring, so no program overwrites slots that another one still reads.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.kv_layout import PAGE, channels_in_word, field_channels, packed_tokens, place, stored_head
-from diffquant.kernels.cache.kv_store import TOKENS_A_STEP
+from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, packed_tokens, place, stored_head
+from diffquant.kernels.cache.stored_side import TOKENS_A_STEP
 
 _TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
 
@@ -41,7 +41,7 @@ def append_tokens(
         codes, top, scales = stored_head(KCodes, KTop, KScales, own, capacity, K_BITS, K_BLOCK, WIDTH)
         store_step(
             K + sequence * k_stride[0] + head * k_stride[1], k_stride[2], k_stride[3],
-            codes, top, scales, KRecent + own * K_RING * WIDTH, None, 0, index, length, total, tokens, k_floor,
+            codes, top, scales, KRecent + own * K_RING * WIDTH, index, length, total, tokens, k_floor,
             K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, False, PACKS, KEEPS,
         )  # fmt: skip
     else:
@@ -51,7 +51,7 @@ def append_tokens(
         v_codes, v_top, v_scales = stored_head(VCodes, VTop, VScales, own, capacity, V_BITS, 1, VALUE_WIDTH)
         store_step(
             V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
-            v_codes, v_top, v_scales, VRecent + own * V_RING * VALUE_WIDTH, None, 0, index, length, total, tokens,
+            v_codes, v_top, v_scales, VRecent + own * V_RING * VALUE_WIDTH, index, length, total, tokens,
             v_floor, V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
         )  # fmt: skip
     if KEEPS:
@@ -65,14 +65,11 @@ def append_tokens(
 
 @triton.jit
 def store_step(
-    New, token_stride, channel_stride, Codes, Top, Scales, Recent, Table, heads, index, length, total, tokens, floor,
+    New, token_stride, channel_stride, Codes, Top, Scales, Recent, index, length, total, tokens, floor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
     LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Pack a step of one head's tokens that leave the ring, and write new tokens to their slots of the ring.
-
-    With a page Table, codes are stored in pages of `heads` heads; Codes, Top and Scales point to the head in page 0.
-    """
+    """Pack a step of one head's tokens that leave the ring, and write new tokens to their slots of the ring."""
     STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
     packed = packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
     packing = packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)
@@ -84,7 +81,7 @@ def store_step(
     packs = (begin + STEP > packed) & (begin < packing)
     if PACKS and leaves & packs:
         _pack_step(
-            New, token_stride, channel_stride, Codes, Top, Scales, Recent, Table, heads, begin, packed, packing, length,
+            New, token_stride, channel_stride, Codes, Top, Scales, Recent, begin, packed, packing, length,
             BITS, BLOCK, RING, WIDTH, LIMIT, TRANSPOSED, STEP,
         )  # fmt: skip
     if KEEPS and RING:
@@ -102,7 +99,7 @@ def store_step(
 
 @triton.jit
 def _pack_step(
-    New, token_stride, channel_stride, Codes, Top, Scales, Recent, Table, heads, begin, packed, packing, length,
+    New, token_stride, channel_stride, Codes, Top, Scales, Recent, begin, packed, packing, length,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
     TRANSPOSED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -117,13 +114,6 @@ def _pack_step(
     new = New + (token - length).to(tl.int64)[:, None] * token_stride
     slot = (token % RING if RING else token)[:, None]
     at = place(token[:, None], first, WIDTH, FIELDS, TRANSPOSED)
-    channel_scales = Scales
-    if Table is not None:
-        # Offset of a token's page from its position if the sequence's pages were contiguous.
-        page = tl.load(Table + token // PAGE).to(tl.int64)
-        before = page * heads * PAGE - token // PAGE * PAGE
-        words = before[:, None] * (WIDTH // FIELDS)
-        Codes, Top, Scales = Codes + words, Top + words // 2, Scales + before
     if BITS == 16:
         tl.store(Codes + at, tl.load(new + first * channel_stride, mask=is_new), mask=inside)
     else:
@@ -142,24 +132,13 @@ def _pack_step(
         for field in tl.static_range(FIELDS):
             channel = first + field * 16
             x = _states(new, channel_stride, is_new, Recent, slot, is_old, channel, WIDTH, RING, TRANSPOSED)
-            of_channels = _scales_at(channel_scales, Table, heads, begin, channel, BLOCK, WIDTH)
+            of_channels = Scales + begin // BLOCK * WIDTH + channel
             code = _quantize(x, of_tokens, of_channels, BITS, BLOCK, LIMIT, New.dtype.element_ty)
             words |= (code & ((1 << PLANE) - 1)) << (PLANE * field)
             tops |= (code >> 4) << (2 * field)
         tl.store(Codes + at, words.to(tl.int16), mask=inside)
         if BITS == 6:
             tl.store(Top.to(tl.pointer_type(tl.uint8)) + at, tops.to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def _scales_at(Scales, Table, heads, begin, channel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Return pointers to the channel scales of the block at token `begin`; each page of the block stores a part."""
-    out = Scales + begin // BLOCK * WIDTH + channel
-    if Table is not None and BLOCK > 1:
-        PART: tl.constexpr = WIDTH * PAGE // BLOCK
-        page = tl.load(Table + begin // PAGE + channel // PART).to(tl.int64)
-        out = Scales + page * heads * PART + channel % PART
-    return out
 
 
 @triton.jit
@@ -204,40 +183,3 @@ def _quantize(
     code = (ratio + 12582912.0) - 12582912.0
     code = tl.minimum(tl.maximum(code, -LARGEST), LARGEST)
     return (code + (LARGEST + 1)).to(tl.int32)
-
-
-# Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
-@triton.jit(do_not_specialize=["tokens", "capacity", "steps"])
-def append_pages(
-    K, k_stride, KCodes, KTop, KScales, KRecent, V, v_stride, VCodes, VTop, VScales, VRecent,
-    Table, table_stride, Lengths, Places, tokens, capacity, steps, k_heads, v_heads,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr,
-    V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
-    PACKS: tl.constexpr, KEEPS: tl.constexpr,
-):  # fmt: skip
-    """Append one step of a sequence's newest tokens to one head of a `PagedStore`, as `append_tokens` does."""
-    index = tl.program_id(0) % steps
-    row = tl.program_id(0) // steps
-    sequence = (row // (k_heads + v_heads)).to(tl.int64)
-    head = row % (k_heads + v_heads)
-    length = tl.load(Lengths + sequence)
-    total = tl.minimum(length, capacity)
-    table = Table + sequence * table_stride
-    place = tl.load(Places + sequence).to(tl.int64) if K_RING or V_RING else sequence
-    if head < k_heads:
-        codes, top, scales = stored_head(KCodes, KTop, KScales, head.to(tl.int64), PAGE, K_BITS, K_BLOCK, WIDTH)
-        store_step(
-            K + sequence * k_stride[0] + head * k_stride[1], k_stride[2], k_stride[3],
-            codes, top, scales, KRecent + (place * k_heads + head) * K_RING * WIDTH, table, k_heads,
-            index, length - tokens, total, tokens, 0,
-            K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, False, PACKS, KEEPS,
-        )  # fmt: skip
-    else:
-        head -= k_heads
-        codes, top, scales = stored_head(VCodes, VTop, VScales, head.to(tl.int64), PAGE, V_BITS, 1, VALUE_WIDTH)
-        store_step(
-            V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
-            codes, top, scales, VRecent + (place * v_heads + head) * V_RING * VALUE_WIDTH, table, v_heads,
-            index, length - tokens, total, tokens, 0,
-            V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
-        )  # fmt: skip

@@ -19,7 +19,8 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import decode_problems, empty_output
 from diffquant.kernels.cache.decode_cut import ROWS, TILES, DecodeSplit, choose_tile
 from diffquant.kernels.cache.decode_share import decode_share
-from diffquant.kernels.cache.kv_store import CAPACITY_STEP, WIDTHS, KVStore, channels_in_word
+from diffquant.kernels.cache.kv_store import CAPACITY_STEP, WIDTHS, KVStore
+from diffquant.kernels.cache.stored_side import channels_in_word
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from diffquant.kernels.cache.decode_cut import initial_sums, keys_of_program, store_partial_sums
 from diffquant.kernels.cache.decode_span import attend_span
 from diffquant.kernels.cache.decode_tiles import query_tiles
-from diffquant.kernels.cache.kv_layout import PAGE, channels_in_word, packed_tokens, stored_head, unquantized_ring
+from diffquant.kernels.cache.kv_layout import channels_in_word, stored_head, unquantized_ring
 
 
 @triton.jit(do_not_specialize=["window", "one"])
@@ -74,7 +74,7 @@ def _attend_share(
     PAGED: tl.constexpr = Table is not None
     q1, q2 = query_tiles(
         Q1, Q2, q1_stride, q2_stride, (tl.program_id(0) // v_heads).to(tl.int64), tl.program_id(0) % v_heads,
-        group, noise_group, queries, one, SHARED_K, K_FIELDS, PAGED and K_BITS == 16, WIDTH, ROWS, WARPS,
+        group, noise_group, queries, one, SHARED_K, K_FIELDS, PAGED, WIDTH, ROWS, WARPS,
     )  # fmt: skip
     noise = tl.program_id(2) * ROWS + tl.arange(0, ROWS) >= group * queries
     sums = attend_span(
@@ -95,7 +95,7 @@ def _attend_share(
             tl.maximum(begin, v_packed), end, recent1, recent2, recent_v, Table, scale, one,
             16, 1, K_FIELDS, K_RING, 16, V_FIELDS, V_RING, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
-    store_partial_sums(sums, Largest, Total, Acc, V_FIELDS, PAGED and V_BITS == 16, VALUE_WIDTH, ROWS)
+    store_partial_sums(sums, Largest, Total, Acc, V_FIELDS, PAGED, VALUE_WIDTH, ROWS)
 
 
 @triton.jit(do_not_specialize=["window", "capacity", "one"])
@@ -110,59 +110,6 @@ def paged_share(
     Strides of K and V are of pages, tokens and heads, equal for both maps' keys. `capacity` is the number of tokens
     that a row of the page Table covers.
     """
-    k1 = (K1 + tl.program_id(0) % v_heads * k_stride[2], k_stride[0], k_stride[1])
-    k2 = (K2 + tl.program_id(0) % v_heads * k_stride[2], k_stride[0], k_stride[1])
-    v = (V + tl.program_id(0) % v_heads * v_stride[2], v_stride[0], v_stride[1])
-    _attend_pages(
-        Q1, Q2, q1_stride, q2_stride, k1, k2, v, k1, k2, v, Table, table_stride, Lengths, Largest, Total, Acc,
-        scale, window, capacity, group, noise_group, queries, v_heads, one,
-        16, 1, 0, 16, 0, 0, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["window", "capacity", "one"])
-def packed_pages_share(
-    Q1, Q2, q1_stride, q2_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent,
-    Table, table_stride, Lengths, Places, Largest, Total, Acc,
-    scale, window, capacity, group, noise_group, queries, k_heads, v_heads, one,
-    RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
-    SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """Compute what `decode_share` computes, over the packed pages and the rings of a `PagedStore`."""
-    head = (tl.program_id(0) % v_heads).to(tl.int64)
-    # Key heads of the first map precede those of the second.
-    noise = head + k_heads - v_heads
-    k1 = _packed_head(KCodes, KTop, KScales, head, k_heads, K_BITS, K_BLOCK, WIDTH)
-    k2 = _packed_head(KCodes, KTop, KScales, noise, k_heads, K_BITS, K_BLOCK, WIDTH)
-    v = _packed_head(VCodes, VTop, VScales, head, v_heads, V_BITS, 1, VALUE_WIDTH)
-    recent1, recent2, recent_v = k1, k2, v
-    if K_RING or V_RING:
-        place = tl.load(Places + tl.program_id(0) // v_heads).to(tl.int64)
-        recent1 = unquantized_ring(KRecent + (place * k_heads + head) * (K_RING * WIDTH))
-        recent2 = unquantized_ring(KRecent + (place * k_heads + noise) * (K_RING * WIDTH))
-        recent_v = unquantized_ring(VRecent + (place * v_heads + head) * (V_RING * VALUE_WIDTH))
-    _attend_pages(
-        Q1, Q2, q1_stride, q2_stride, k1, k2, v, recent1, recent2, recent_v, Table, table_stride, Lengths,
-        Largest, Total, Acc, scale, window, capacity, group, noise_group, queries, v_heads, one,
-        K_BITS, K_BLOCK, K_RING, V_BITS, V_RING, RESIDUAL, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _packed_head(Codes, Top, Scales, head, heads, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    codes, top, scales = stored_head(Codes, Top, Scales, head, PAGE, BITS, BLOCK, WIDTH)
-    return codes, top, scales, heads
-
-
-@triton.jit
-def _attend_pages(
-    Q1, Q2, q1_stride, q2_stride, k1, k2, v, recent1, recent2, recent_v, Table, table_stride, Lengths,
-    Largest, Total, Acc, scale, window, capacity, group, noise_group, queries, v_heads, one,
-    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
-    RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
     STEP: tl.constexpr = WARPS * TOKENS
     sequence = (tl.program_id(0) // v_heads).to(tl.int64)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -178,12 +125,12 @@ def _attend_pages(
     share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(1)) * STEP
     begin += tl.program_id(1) * share
     end = tl.minimum(begin + share, length)
-    # Values leave their ring no later than keys, which leave in whole blocks.
-    k_packed = packed_tokens(length, 0, K_BITS, K_BLOCK, RESIDUAL)
-    v_packed = packed_tokens(length, 0, V_BITS, 1, RESIDUAL)
+    k1 = (K1 + tl.program_id(0) % v_heads * k_stride[2], k_stride[0], k_stride[1])
+    k2 = (K2 + tl.program_id(0) % v_heads * k_stride[2], k_stride[0], k_stride[1])
+    v = (V + tl.program_id(0) % v_heads * v_stride[2], v_stride[0], v_stride[1])
     _attend_share(
-        Q1, Q2, q1_stride, q2_stride, first, position, tl.maximum(begin, oldest), end, k_packed, v_packed,
-        k1, k2, v, recent1, recent2, recent_v, Table + sequence * table_stride, Largest, Total, Acc,
+        Q1, Q2, q1_stride, q2_stride, first, position, tl.maximum(begin, oldest), end, end, end,
+        k1, k2, v, k1, k2, v, Table + sequence * table_stride, Largest, Total, Acc,
         scale, group, noise_group, queries, v_heads, one,
-        K_BITS, K_BLOCK, K_RING, V_BITS, V_RING, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
+        16, 1, 0, 16, 0, WIDTH, VALUE_WIDTH, SHARED_K, ROWS, TOKENS, WARPS,
     )  # fmt: skip

@@ -12,7 +12,6 @@ import triton.language as tl
 from diffquant.kernels.cache.decode_tiles import (
     channel_scales,
     matrix_of_queries,
-    paged_channel_scales,
     spread_over_rows,
     token_scales,
     warp_tokens,
@@ -20,14 +19,11 @@ from diffquant.kernels.cache.decode_tiles import (
 from diffquant.kernels.cache.kv_layout import (
     PAGE,
     channels_in_word,
-    column_in_fragment,
     field_of,
     key_matrix,
     load_keys,
     load_values,
     load_words,
-    page_at,
-    paged_token_scales,
     pages_of,
     value_matrix,
 )
@@ -44,8 +40,7 @@ def attend_span(
 ):  # fmt: skip
     """Continue an online softmax over keys `begin` to exclusive `end`; a row sees those from `first` to `last`.
 
-    Return the updated accumulators. With a page Table, keys and values are in pages: 16-bit ones in rows of
-    channels, codes in fragments.
+    Return the updated accumulators. With a page Table, keys and values are 16-bit ones in pages, in rows of channels.
     """
     STATES: tl.constexpr = q1[0].dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
@@ -55,9 +50,6 @@ def attend_span(
     PER_TOKEN: tl.constexpr = K_BITS < 16 and K_BLOCK == 1
     STEP: tl.constexpr = WARPS * TOKENS
     PAGED: tl.constexpr = Table is not None
-    # Unpacked tokens are in a ring, even if packed ones are in pages.
-    K_PAGED: tl.constexpr = PAGED and K_RING == 0
-    V_PAGED: tl.constexpr = PAGED and V_RING == 0
     largest, total, acc = sums
     first = tl.maximum(first, begin)
     last = tl.minimum(last, end - 1)
@@ -67,33 +59,30 @@ def attend_span(
     begin = tl.where(begin < end, begin // STEP, tl.cdiv(end, STEP)) * STEP
     next_pages = (0,)
     if PAGED:
-        next_pages = pages_of(Table, begin, oldest, end, K_BLOCK, STEP // PAGE)
+        next_pages = pages_of(Table, begin, oldest, end, STEP // PAGE)
     for step in range(begin, end, STEP):
         pages = next_pages
         # All loads of a step are issued before the first result is used, and table entries are loaded a step ahead.
         keys1, key_scales1 = _keys(
-            k1, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, K_PAGED, WIDTH, ROWS, TOKENS, WARPS
+            k1, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, PAGED, WIDTH, ROWS, TOKENS, WARPS
         )
         keys2, key_scales2 = keys1, key_scales1
         if TWO_K:
             keys2, key_scales2 = _keys(
-                k2, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, K_PAGED, WIDTH, ROWS, TOKENS, WARPS
+                k2, pages, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, PAGED, WIDTH, ROWS, TOKENS, WARPS
             )
         values, value_scales = _values(
-            v, pages, step, oldest, end, one, V_BITS, V_FIELDS, V_RING, V_PAGED, VALUE_WIDTH, TOKENS, WARPS
+            v, pages, step, oldest, end, one, V_BITS, V_FIELDS, V_RING, PAGED, VALUE_WIDTH, TOKENS, WARPS
         )
-        if PAGED and V_RING:
-            # A ring may contain values of an earlier sequence, and NaN times a weight of 0 is NaN.
-            values = _zero_outside(values, step, oldest, end, V_FIELDS, VALUE_WIDTH, TOKENS, WARPS)
         if PAGED:
-            next_pages = pages_of(Table, step + STEP, oldest, end, K_BLOCK, STEP // PAGE)
+            next_pages = pages_of(Table, step + STEP, oldest, end, STEP // PAGE)
         logits = tl.zeros([WARPS, TOKENS, ROWS], tl.float32)
         for field in tl.static_range(K_FIELDS):
-            k = _matrix(keys1, field, K_DTYPE, K_BITS, False, K_FIELDS, K_PAGED, WIDTH, TOKENS, WARPS)
+            k = _matrix(keys1, field, K_DTYPE, K_BITS, False, K_FIELDS, PAGED, WIDTH, TOKENS, WARPS)
             q = matrix_of_queries(q1[field], key_scales1, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
             logits = tl.dot(k, q, logits, input_precision="ieee")
             if TWO_K:
-                k = _matrix(keys2, field, K_DTYPE, K_BITS, False, K_FIELDS, K_PAGED, WIDTH, TOKENS, WARPS)
+                k = _matrix(keys2, field, K_DTYPE, K_BITS, False, K_FIELDS, PAGED, WIDTH, TOKENS, WARPS)
                 q = matrix_of_queries(q2[field], key_scales2, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
                 logits = tl.dot(k, q, logits, input_precision="ieee")
         if PER_TOKEN:
@@ -106,12 +95,8 @@ def attend_span(
         seen = (token[:, :, None] >= first[None, None, :]) & (token[:, :, None] <= last[None, None, :])
         logits = tl.where(seen, logits * scale, -float("inf"))
         if V_BITS < 16:
-            # Scales beyond the newest token may be 0, or arbitrary in pages.
-            token = warp_tokens(step, TOKENS, WARPS)
-            here = token < end
-            if PAGED:
-                here &= token >= oldest
-            of_values = tl.where(here, value_scales.to(tl.float32), 1.0)
+            # Scales beyond the newest token may be 0.
+            of_values = tl.where(warp_tokens(step, TOKENS, WARPS) < end, value_scales.to(tl.float32), 1.0)
             of_values = log2_of_scales(of_values, CODES)
             logits += spread_over_rows(of_values, ROWS, TOKENS, WARPS)
         raised = tl.maximum(largest, tl.max(logits, 1))
@@ -123,7 +108,7 @@ def attend_span(
             probabilities *= spread_over_rows(tl.exp2(-of_values), ROWS, TOKENS, WARPS)
         total = total * shrink + probabilities
         weights = weights.to(V_DTYPE)
-        acc = _accumulate(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, V_PAGED, VALUE_WIDTH, TOKENS, WARPS)
+        acc = _accumulate(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, PAGED, VALUE_WIDTH, TOKENS, WARPS)
     return largest, total, acc
 
 
@@ -134,16 +119,12 @@ def _keys(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Load the codes of a step's keys, or 16-bit keys, and the scales."""
-    if PAGED and BITS == 16:
+    if PAGED:
         words = (load_keys(k, pages, WIDTH, TOKENS, WARPS),)
     else:
-        words = _words(k, pages, step, one, BITS, FIELDS, RING, PAGED, WIDTH, TOKENS, WARPS)
+        words = _words(k, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
     if BITS == 16:
         scales = words
-    elif PAGED and BLOCK > 1:
-        scales = paged_channel_scales(k[2], pages, k[3], one, BLOCK, FIELDS, WIDTH, ROWS, TOKENS, WARPS)
-    elif PAGED:
-        scales = (paged_token_scales(k[2], pages, k[3], TOKENS, WARPS),)
     elif BLOCK == 1:
         scales = (token_scales(k[2] + step, TOKENS, WARPS),)
     else:
@@ -158,48 +139,26 @@ def _values(
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Load the codes of a step's values, or 16-bit values, and the scales."""
-    if PAGED and BITS == 16:
+    if PAGED:
         words = (load_values(v, pages, step, oldest, end, WIDTH, TOKENS, WARPS),)
     else:
-        words = _words(v, pages, step, one, BITS, FIELDS, RING, PAGED, WIDTH, TOKENS, WARPS)
+        words = _words(v, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
     scales = words
     if BITS < 16:
-        if PAGED:
-            scales = paged_token_scales(v[2], pages, v[3], TOKENS, WARPS)
-        else:
-            scales = token_scales(v[2] + step, TOKENS, WARPS)
+        scales = token_scales(v[2] + step, TOKENS, WARPS)
     return words, scales
 
 
 @triton.jit
-def _zero_outside(
-    words, step, oldest, end, FIELDS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr
-):
-    """Set 16-bit values of tokens outside [oldest, end) to 0."""
-    index = tl.arange(0, TOKENS * WARPS // 16 * (WIDTH // (16 * FIELDS)))
-    fragment = index % WARPS * (TOKENS // 16) + index // (WARPS * (WIDTH // (16 * FIELDS)))
-    token = step + fragment[:, None] * 16 + column_in_fragment()[None, :]
-    here = (token >= oldest) & (token < end)
-    out = ()
-    for field in tl.static_range(FIELDS):
-        out += (tl.where(here, words[field], 0.0),)
-    return out
-
-
-@triton.jit
 def _words(
-    stored, pages, step, one,
-    BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr,
+    stored, step, one,
+    BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the words of a step in the layout of `load_words`, from a store, pages or a ring."""
+    """Load the words of a step in the layout of `load_words`, from a store or a ring."""
     index = tl.arange(0, TOKENS * WARPS // 16 * (WIDTH // (16 * FIELDS)))
     fragment = index % WARPS * (TOKENS // 16) + index // (WARPS * (WIDTH // (16 * FIELDS)))
-    if PAGED:
-        # A page has a fragment of each head.
-        fragment = page_at(pages, fragment) * stored[3]
-        codes, top = stored[0], stored[1]
-    elif RING:
+    if RING:
         fragment = (step // 16 + fragment) % (RING // 16)
         codes, top = stored[0], stored[1]
     else:
@@ -228,7 +187,7 @@ def _matrix(
     FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Unpack one field of loaded words to left operands of products, in the layout of `field_of`."""
-    if not PAGED or BITS < 16:
+    if not PAGED:
         out = field_of(words, FIELD, DTYPE, BITS, TRANSPOSED, WIDTH // (16 * FIELDS), TOKENS, WARPS)
     elif TRANSPOSED:
         out = value_matrix(words[0], WIDTH, TOKENS, WARPS)

@@ -9,7 +9,7 @@ four threads load the same number.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.kv_layout import PAGE, key_channels, page_at
+from diffquant.kernels.cache.kv_layout import key_channels
 from diffquant.kernels.linear.unpacking import multiply
 
 
@@ -66,29 +66,6 @@ def channel_scales(
     warp = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS) // ROWS % WARPS
     block = (step + warp * TOKENS) // BLOCK
     return _fields(Scales + block[:, None] * WIDTH + _channels(one, FIELDS, WIDTH, ROWS, WARPS), None, FIELDS)
-
-
-@triton.jit
-def paged_channel_scales(
-    Scales, pages, heads, one, BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """Load what `channel_scales` loads from pages, each of which stores an equal part of its block's scales.
-
-    `Scales` points to the head's part in page 0.
-    """
-    tl.static_assert(WARPS * TOKENS % BLOCK == 0, "a step must consist of whole blocks")
-    PART: tl.constexpr = WIDTH * PAGE // BLOCK
-    index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)
-    first = index // ROWS % WARPS * TOKENS // BLOCK * (BLOCK // PAGE)
-    channel = index // (ROWS * WARPS) // 2 * (16 * FIELDS) + index // (ROWS * WARPS) % 2 * 8
-    column = _channels(one, FIELDS, WIDTH, ROWS, WARPS) - channel[:, None]
-    out = ()
-    for field in tl.static_range(FIELDS):
-        begin = channel + field * 16
-        page = page_at(pages, first + begin // PART)
-        out += (tl.load(Scales + (page * heads * PART + begin % PART)[:, None] + column),)
-    return out
 
 
 @triton.jit

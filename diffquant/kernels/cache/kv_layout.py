@@ -16,11 +16,11 @@ the same order of channels, and results are stored by channel.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache import kv_store
+from diffquant.kernels.cache import stored_side
 from diffquant.kernels.linear import repack
 from diffquant.kernels.linear.unpacking import load_high, unpack_field
 
-channels_in_word = triton.constexpr_function(kv_store.channels_in_word)
+channels_in_word = triton.constexpr_function(stored_side.channels_in_word)
 
 
 @triton.jit
@@ -34,13 +34,6 @@ def place(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED:
     if TRANSPOSED:
         row, column = channel % 16, token % 16
     return chunk * 256 + row % 8 * 32 + column // 2 % 4 * 8 + column // 8 * 4 + row // 8 * 2 + column % 2
-
-
-@triton.jit
-def column_in_fragment():
-    """Return the column of each of a fragment's 256 elements, in memory order."""
-    at = tl.arange(0, 256)
-    return at // 8 % 4 * 2 + at // 4 % 2 * 8 + at % 2
 
 
 @triton.jit
@@ -130,13 +123,13 @@ PAGE = tl.constexpr(repack.FRAGMENT)
 
 
 @triton.jit
-def pages_of(Table, begin, oldest, end, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+def pages_of(Table, begin, oldest, end, COUNT: tl.constexpr):
     """Return a tuple of the numbers of COUNT pages: those of the 16 · COUNT tokens from `begin` on.
 
-    Queries see tokens from `oldest` to exclusive `end`. Table entries of other BLOCKs may be undefined, so they are not
+    Queries see tokens from `oldest` to exclusive `end`. Table entries of other pages may be undefined, so they are not
     read; the nearest defined entry is returned in their place.
     """
-    first = oldest // BLOCK * BLOCK // PAGE
+    first = oldest // PAGE
     out = ()
     for i in tl.static_range(COUNT):
         number = tl.minimum(tl.maximum(begin // PAGE + i, first), tl.maximum(end - 1, 0) // PAGE)
@@ -151,18 +144,6 @@ def page_at(pages, number):
     for i in tl.static_range(1, len(pages)):
         out = tl.where(number == i, pages[i], out)
     return out.to(tl.int64)
-
-
-@triton.jit
-def paged_token_scales(Scales, pages, heads, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Load a step's per-token scales from pages in the layout of `token_scales`.
-
-    `Scales` points to the head's scales in page 0, and a page has scales of `heads` heads.
-    """
-    index = tl.arange(0, TOKENS // 8 * WARPS)
-    page = page_at(pages, index % WARPS * (TOKENS // PAGE) + index // (2 * WARPS))
-    token = (index // WARPS % 2 * 8)[:, None] + tl.arange(0, 32)[None, :] // 4
-    return tl.load(Scales + (page * heads * PAGE)[:, None] + token)
 
 
 @triton.jit

@@ -114,7 +114,19 @@ def _check(
                 f"{name} {list(x.shape)} with strides {list(x.stride())} is not [pages, {PAGE}, heads, width] with "
                 "a head's channels contiguous"
             )
-    wrong += check_sequences(table, lengths, q[0].shape[0], v.device, window)
+    if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
+        wrong.append(
+            f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages] with contiguous rows"
+        )
+    if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
+        wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
+    if not wrong and {table.shape[0], lengths.shape[0]} != {q[0].shape[0]}:
+        counts = f"the table of {table.shape[0]}, lengths of {lengths.shape[0]}"
+        wrong.append(f"queries are of {q[0].shape[0]} sequences, {counts}")
+    if table.device != v.device or lengths.device != v.device:
+        wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {v.device}")
+    if window is not None and window < 1:
+        wrong.append(f"the window is {window} keys; it must be 1 or more")
     if len({x.stride() for x in k}) > 1:
         wrong.append(f"strides of the two maps' keys differ: {' and '.join(str(list(x.stride())) for x in k)}")
     if not wrong and {x.shape[:3] for x in k} != {v.shape[:3]}:
@@ -125,43 +137,13 @@ def _check(
     # Tensors with the shapes of gathered keys and values, without memory, for the checks.
     shape = q[0].shape[0], v.shape[2], table.shape[1] * PAGE
     keys = [x.new_empty(()).expand(*shape, x.shape[3]) for x in k]
-    check_call(q, keys, v.new_empty(()).expand(*shape, v.shape[3]), lam, post)
-
-
-def check_sequences(
-    table: Tensor, lengths: Tensor, batch: int, device: torch.device, window: int | None = None
-) -> list[str]:
-    """Return a list of problems with the page table, lengths and window of `batch` sequences."""
-    wrong = []
-    if table.ndim != 2 or not table.shape[-1] or table.dtype != torch.int32 or table.stride(-1) != 1:
-        wrong.append(
-            f"the table is {table.dtype} {list(table.shape)}, not int32 [sequences, pages] with contiguous rows"
-        )
-    if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.stride(0) != 1:
-        wrong.append(f"lengths are {lengths.dtype} {list(lengths.shape)}, not int32 [sequences]")
-    if not wrong and {table.shape[0], lengths.shape[0]} != {batch}:
-        wrong.append(f"queries are of {batch} sequences, the table of {table.shape[0]}, lengths of {lengths.shape[0]}")
-    if table.device != device or lengths.device != device:
-        wrong.append(f"the table is on {table.device}, lengths on {lengths.device}, values on {device}")
-    if window is not None and window < 1:
-        wrong.append(f"the window is {window} keys; it must be 1 or more")
-    return wrong
-
-
-def check_call(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None, post: PairNorm | None) -> None:
-    """Check queries, λ and norm against keys [B, h_kv, S, d] and values [B, h_kv, S, dv], whose data are not read.
-
-    Raises:
-        UsageError: arguments disagree, or the kernels do not support them.
-    """
-    check_tensors(q, k, v, lam, Mask(), post)
-    wrong = []
+    check_tensors(q, keys, v.new_empty(()).expand(*shape, v.shape[3]), lam, Mask(), post)
     width, value_width = q[0].shape[3], v.shape[3]
     if width not in (64, 128) or value_width not in (width, 2 * width):
         wrong.append(f"queries are {width} wide, not 64 or 128, or values are {value_width}, not as wide or twice")
     if v.dtype not in (*HALF_TYPES, torch.float32):
         wrong.append(f"keys and values are {v.dtype}; the kernels support float16 and bfloat16")
-    wrong += decode_problems(q, v.shape[1], Mask())
+    wrong += decode_problems(q, v.shape[2], Mask())
     if wrong:
         raise UsageError("decoding from pages: " + "; ".join(wrong))
 

@@ -1,13 +1,18 @@
-"""Finds the local files that a task's YAML file refers to, by the rules of lm-eval and `datasets`.
+"""Finds the local files on which a task's YAML file of lm-eval depends, without running anything.
+
+A task depends on the YAML files that it includes, on data files and folders that it names, and, if it names functions,
+on all Python files in its folder. A group depends on all YAML files in its folder. Every file that one of these names
+counts, too. A file too many only means that results are measured again when it changes.
 
 Source: lm-eval 0.4.13, `tasks._yaml_loader` and `tasks._index`; datasets 5.2, `load.load_dataset`.
 """
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,179 +20,152 @@ from typing import Any
 import yaml
 
 from diffquant.errors import UsageError
-from diffquant.measure.protocols.imported_files import imported_files, list_texts, module_file
-from diffquant.support.files import file_digest, read_bytes
+from diffquant.support.files import file_digest, read_bytes, read_text
 
 _Config = dict[str, Any]
-# Folders that hold no data.
-_PASSED_OVER = {"__pycache__", ".git", ".ipynb_checkpoints"}
+# Fields of data, whose paths are relative to the working directory.
+_DATA = ("dataset_path", "data_files", "data_dir")
 _MOST_VALUES = 100_000
+_FUNCTION = "!function"
+_CONSTANTS = re.compile(r"""["']([^"'\n]+)["']""")
 
 
-@dataclass
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader that also accepts `!function`, whose name it reads without importing anything."""
+
+
+_Loader.add_constructor(_FUNCTION, lambda loader, node: loader.construct_scalar(node))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
 class TaskFiles:
-    """All inputs of a task, found by following the references in its YAML file.
+    """All inputs of a task, or of a group of tasks.
 
     Attributes:
-        yaml: file of the task, or of a group of tasks.
-        files: local files and folders that it reads, apart from `yaml`.
-        unseen: inputs that are not on this machine, so that changes to them are not noticed, such as a dataset on the
-            hub.
+        yaml: absolute path of its file.
     """
 
     yaml: Path
-    files: set[Path] = field(default_factory=set)
-    unseen: list[str] = field(default_factory=list)
-    _merged: dict[Path, _Config] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, yaml: Path) -> "TaskFiles":
-        """Find the inputs of the task in a YAML file.
-
-        Raises:
-            UsageError: the file or one that it includes cannot be read, or data that it names do not exist.
-        """
-        found = cls(yaml.absolute())
-        try:
-            found._follow(found.config)
-        except RecursionError as error:
-            raise UsageError(f"cannot read {yaml} as a task of lm-eval: it is nested too deeply") from error
-        found.files.discard(found.yaml)
-        return found
 
     @property
     def name(self) -> str:
         """The task's or group's name.
 
         Raises:
-            UsageError: the file has none.
+            UsageError: the file has none, or cannot be read.
         """
-        name = self.config.get("group") or self.config.get("task")
-        if not isinstance(name, str):
+        own = _read_included(self.yaml)
+        names = (config.get(key) for key in ("group", "task") for config in own.values())
+        name = next((name for name in names if isinstance(name, str)), None)
+        if name is None:
             raise UsageError(f"{self.yaml} names no task: it needs a line 'task: NAME'")
         return name
 
-    @cached_property
-    def config(self) -> _Config:
-        return self._read(self.yaml, ())
-
     def digests(self) -> dict[str, str]:
-        """Return a digest of 16 hex digits for each file and folder, by its path relative to the task's folder."""
+        """Return a digest of 16 hex digits for each file and folder, by its path relative to the task's folder.
+
+        Raises:
+            UsageError: a file cannot be read, or data that the task names do not exist.
+        """
+        inputs = {*self._configs, *self._data[0]} | {
+            file for config in self._configs.items() for file in _named(*config)
+        }
         try:
-            return {_path_from(self.yaml.parent, path): _digest(path) for path in sorted(self.files)}
-        except OSError as error:
+            if any(_FUNCTION in read_text(file) for file in self._configs):
+                for module in self._in_folder("*.py"):
+                    texts = _CONSTANTS.findall(read_text(module))
+                    inputs |= {module, *(file for text in texts for file in _files_named(text, module.parent))}
+            return {_path_from(self.yaml.parent, path): _digest(path) for path in sorted(inputs - {self.yaml})}
+        except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{self.yaml} refers to a file that cannot be read: {error}") from error
 
-    def _read(self, file: Path, including: tuple[Path, ...]) -> _Config:
-        """Read a YAML file's fields, which override those of the files that it includes."""
-        if file in including:
-            raise UsageError(f"{file} includes itself")
-        if file in self._merged:
-            return self._merged[file]
-        self.files.add(file)
-        config = _parse_yaml(file)
-        included = config.pop("include", [])
-        merged: _Config = {}
-        for name in included if isinstance(included, list) else [included]:
-            merged |= self._read(Path(os.path.abspath(file.parent / str(name))), (*including, file))
-        self._merged[file] = merged | config
-        return self._merged[file]
-
-    def _follow(self, config: _Config) -> None:
-        """Record the inputs that the fields of a task, a group or a group's member refer to."""
-        for key, value in config.items():
-            if key not in ("dataset_path", "dataset_kwargs", "task"):
-                self._follow_values(value)
-        if config.get("dataset_path") or config.get("custom_dataset"):
-            self._follow_data(config)
-        members = config.get("task")
-        for member in members if isinstance(members, list) else []:
-            # A group's fields override those in a member's file; fields given for a member in the group override both.
-            fields = _without_names(config) | (member if isinstance(member, dict) else {"task": member})
-            defining = self._find_definitions(fields.get("group") or fields.get("task"))
-            if not defining:
-                self._follow(fields)
-            for file in defining:
-                if file not in self.files:
-                    self._follow(self._read(file, ()) | _without_names(fields))
-
-    def _follow_values(self, value: object) -> None:
-        # A function, given by its name and the folder in which to look for its module.
-        if isinstance(value, tuple) and isinstance(value[1], Path):
-            self._follow_function(*value)
-        elif isinstance(value, str):
-            self.files |= set(_files_named(value, self.yaml.parent))
-        elif isinstance(value, dict | list):
-            for inner in value.values() if isinstance(value, dict) else value:
-                self._follow_values(inner)
-
-    def _follow_function(self, name: str, folder: Path) -> None:
-        file = module_file(name.rpartition(".")[0], folder)
-        for module in imported_files(file) if file else []:
-            self.files.add(module)
-            for text in list_texts(module):
-                self.files |= set(_files_named(text, module.parent))
-
-    def _follow_data(self, config: _Config) -> None:
-        path, arguments = str(config.get("dataset_path")), config.get("dataset_kwargs") or {}
-        patterns, folder = arguments.get("data_files"), arguments.get("data_dir")
-        if config.get("custom_dataset"):
-            self.unseen.append("what its custom_dataset fetches")
-        elif Path(path).is_dir():
-            self.files.add(Path(path).absolute())
-        elif path.startswith((".", "/", "~")):
-            raise UsageError(f"{self.yaml} refers to data that do not exist: {path}")
-        elif "/" in path or not (patterns or folder):
-            self.unseen.append(f"the dataset {path} on the hub")
-            return
-        elif folder and not patterns:
-            self.files.add(_require_existing(Path(folder).expanduser().absolute(), self.yaml))
-        # "json" is a reader of `datasets`, but there may also be a folder with that name.
-        bases = [Path(place, folder or "").expanduser().absolute() for place in ("", path) if Path(place).is_dir()]
-        for pattern in _flatten(patterns):
-            local = pattern.rpartition("::")[2]
-            if "://" in local:
-                self.unseen.append(local)
-            else:
-                self.files |= set(_match_files(local, bases, self.yaml))
-        self._follow_values({key: value for key, value in arguments.items() if key not in ("data_files", "data_dir")})
-
-    def _find_definitions(self, name: object) -> list[Path]:
-        """Find the task folder's files that define a member of a group: a task, a group, or all tasks of a tag."""
-        return [file for file, names in self._names_by_file.items() if name in names]
+    def unseen(self) -> list[str]:
+        """List inputs that are not on this machine, such as a dataset on the hub: changes to them are not noticed."""
+        return self._data[1]
 
     @cached_property
-    def _names_by_file(self) -> dict[Path, set[str]]:
-        names = {}
-        for file in sorted(self.yaml.parent.glob("**/*.yaml")):
-            try:
-                config = TaskFiles(file).config
-            except UsageError:
+    def _is_group(self) -> bool:
+        return any(isinstance(config.get("task"), list) for config in _read_included(self.yaml).values())
+
+    @cached_property
+    def _configs(self) -> dict[Path, _Config]:
+        """The fields of the task's file, of those that it includes and, for a group, of all others in its folder."""
+        found = _read_included(self.yaml)
+        if self._is_group:
+            for file in self._in_folder("*.yaml"):
                 # lm-eval skips such a file, too.
+                with suppress(UsageError):
+                    found |= _read_included(file)
+        return found
+
+    def _in_folder(self, pattern: str) -> list[Path]:
+        folder = self.yaml.parent
+        return sorted(
+            file for file in folder.rglob(pattern) if all(map(_may_hold_data, file.relative_to(folder).parts))
+        )
+
+    @cached_property
+    def _data(self) -> tuple[set[Path], list[str]]:
+        """The data files and folders, and what is not on this machine.
+
+        Raises:
+            UsageError: data do not exist.
+        """
+        entries = [entry for config in self._configs.values() for entry in _mappings(config)]
+        paths, patterns, folders = (
+            [text for entry in entries for text in _flatten(entry.get(field))] for field in _DATA
+        )
+        found, absent = set[Path](), list[str]()
+        unseen = ["what its custom_dataset fetches" for entry in entries if entry.get("custom_dataset")]
+        for path in paths:
+            if Path(path).is_dir():
+                found.add(Path(path).absolute())
+            elif path.startswith((".", "/", "~")):
+                absent.append(path)
+            elif "/" in path or not (patterns or folders):
+                unseen.append(f"the dataset {path} on the hub")
+        if not patterns:
+            for folder in folders:
+                found.add(place := Path(folder).expanduser().absolute())
+                absent += [] if place.exists() else [folder]
+        # "json" is a reader of `datasets`, but there may also be a folder with that name.
+        bases = [Path(place).expanduser() for place in ("", *paths) if Path(place).is_dir()]
+        for pattern in patterns:
+            local = pattern.rpartition("::")[2]
+            if "://" in local:
+                unseen.append(local)
                 continue
-            tags = config.get("tag") or []
-            given = [config.get("task"), config.get("group"), *(tags if isinstance(tags, list) else [tags])]
-            names[file] = {name for name in given if isinstance(name, str)}
-        return names
+            places = [(base / folder).absolute() for base in bases for folder in folders or [""]]
+            matches = _match_files(local, places)
+            found |= matches
+            absent += [] if matches else [f"{pattern}, looked for from {' and '.join(map(str, places))}"]
+        # A group's folder may hold tasks that are not in it; lm-eval names what those that are lack.
+        if absent and not self._is_group:
+            raise UsageError(f"{self.yaml} refers to data that do not exist: {', '.join(absent)}")
+        return found, list(dict.fromkeys(unseen))
 
 
-def _without_names(config: _Config) -> _Config:
-    return {key: value for key, value in config.items() if key not in ("task", "group")}
+def _read_included(file: Path, including: tuple[Path, ...] = ()) -> dict[Path, _Config]:
+    """Read a YAML file's fields, and after them those of the files that it includes, which they override.
+
+    Raises:
+        UsageError: one cannot be read, or includes itself.
+    """
+    if file in including:
+        raise UsageError(f"{file} includes itself")
+    found = {file: _parse_yaml(file)}
+    included = found[file].get("include", [])
+    for name in reversed(included if isinstance(included, list) else [included]):
+        found |= _read_included(Path(os.path.abspath(file.parent / str(name))), (*including, file))
+    return found
 
 
 def _parse_yaml(file: Path) -> _Config:
-    class Loader(yaml.SafeLoader):
-        """A SafeLoader that also accepts `!function`, of which it records the name without importing anything."""
-
-    def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> tuple[str, Path]:
-        return str(loader.construct_scalar(node)), file.parent
-
-    Loader.add_constructor("!function", function)
     try:
-        loader = Loader(read_bytes(file))
+        loader = _Loader(read_bytes(file))
         node = loader.get_single_node()
         config = None if node is None else loader.construct_document(_checked_size(node))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"cannot read {file} as a task of lm-eval: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"cannot read {file} as a task of lm-eval: it has no fields")
@@ -231,34 +209,43 @@ def _files_named(text: str, folder: Path) -> Iterator[Path]:
                 continue
 
 
-def _match_files(pattern: str, folders: Sequence[Path], yaml: Path) -> list[Path]:
+def _match_files(pattern: str, folders: list[Path]) -> set[Path]:
     """Find the files in any of these folders that match a pattern of data files."""
     from datasets.data_files import resolve_pattern
 
-    found: list[Path] = []
+    found: set[Path] = set()
     for folder in folders:
         with suppress(FileNotFoundError):
-            found += map(Path, resolve_pattern(pattern, str(folder)))
-    if not found:
-        places = " and ".join(map(str, folders))
-        raise UsageError(f"{yaml} refers to data that do not exist: {pattern}, looked for from {places}")
+            found |= set(map(Path, resolve_pattern(pattern, str(folder))))
     return found
 
 
-def _require_existing(path: Path, yaml: Path) -> Path:
-    if not path.exists():
-        raise UsageError(f"{yaml} refers to data that do not exist: {path}")
-    return path
+def _named(file: Path, config: _Config) -> Iterator[Path]:
+    """Yield the files that the fields of a YAML file name, apart from data."""
+    for entry in _mappings(config):
+        for key, value in entry.items():
+            if key not in _DATA and not isinstance(value, dict):
+                for text in _flatten(value):
+                    yield from _files_named(text, file.parent)
 
 
-def _flatten(patterns: object) -> list[str]:
-    """Return file patterns as a flat list, whether given as a text, a list, by split, or as splits with paths."""
-    if isinstance(patterns, dict):
-        named = [patterns["path"]] if set(patterns) == {"split", "path"} else list(patterns.values())
-        return [text for each in named for text in _flatten(each)]
-    if isinstance(patterns, list):
-        return [text for each in patterns for text in _flatten(each)]
-    return [str(patterns)] if patterns else []
+def _mappings(value: object) -> Iterator[_Config]:
+    """Yield all mappings in a value, itself included, but not those of data files by split."""
+    if isinstance(value, dict):
+        yield value
+        value = [inner for key, inner in value.items() if key not in _DATA]
+    for inner in value if isinstance(value, list) else ():
+        yield from _mappings(inner)
+
+
+def _flatten(value: object) -> Iterator[str]:
+    """Yield the texts of a value, of its lists, and of its mappings, such as data files by split or {split, path}."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _flatten([value["path"]] if set(value) == {"split", "path"} else list(value.values()))
+    for inner in value if isinstance(value, list) else ():
+        yield from _flatten(inner)
 
 
 def _path_from(folder: Path, path: Path) -> str:
@@ -272,8 +259,12 @@ def _digest(path: Path) -> str:
         return file_digest(path)[:16]
     whole = hashlib.sha256()
     for folder, inner, names in os.walk(path, followlinks=True):
-        inner[:] = sorted(name for name in inner if name not in _PASSED_OVER)
+        inner[:] = sorted(filter(_may_hold_data, inner))
         for name in sorted(names):
             file = Path(folder, name)
             whole.update(f"{file.relative_to(path).as_posix()} {file_digest(file)}\n".encode())
     return whole.hexdigest()[:16]
+
+
+def _may_hold_data(folder: str) -> bool:
+    return folder != "__pycache__" and not folder.startswith(".")

@@ -8,9 +8,8 @@ from diffquant.measure.sweep.findings import SMALL_KL, draw_size_charts, headlin
 from diffquant.measure.sweep.plot import Band, bands, charts, explain_bars, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
-from diffquant.reports.page import Block, Charts, Items, Report, Section, facts
+from diffquant.reports.page import Block, Charts, Items, Report, Section, facts, write_run
 from diffquant.reports.plots import legend_entry
-from diffquant.reports.run import write_run
 from diffquant.reports.tables import Table
 from diffquant.support.outputs import RunFiles
 

@@ -13,6 +13,7 @@ from diffquant.checkpoints.building import check_places
 from diffquant.checkpoints.ranges import check_ranges_used, read_any_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.family.call import dtype_name
 from diffquant.measure.cells import RECIPE, Cell, Point
 from diffquant.measure.sweep.cell import Run, cell_key
 from diffquant.measure.sweep.exported import (
@@ -23,7 +24,7 @@ from diffquant.measure.sweep.exported import (
     make_exported_points,
 )
 from diffquant.measure.sweep.grid import OWN, SweepOptions, points
-from diffquant.measure.sweep.subject import CheckpointSubject, Subject, dtype_name
+from diffquant.measure.sweep.subject import CheckpointSubject, Subject
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
 from diffquant.recipe import Recipe

@@ -145,20 +145,15 @@ class SweepResult:
         return json.dumps({"settings": self.settings, "cells": cells}, indent=1) + "\n"
 
 
-def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResult:
-    """Read a sweep.json. Its points have empty recipes, since tables and plots show only their names.
-
-    Args:
-        compared: checkpoint that each exported folder is compared with, for files too old to record it.
-    """
+def read_sweep(file: Path) -> SweepResult:
+    """Read a sweep.json. Its points have empty recipes, since tables and plots show only their names."""
     data = parse_json(read_text_or_xz(file))
     points: dict[tuple[object, ...], Point] = {}
     cells = []
     for cell in data["cells"]:
         key = tuple(cell[name] for name in ("model", "target", "bits", "granularity"))
         if key not in points:
-            rival = cell.get("compared_with") or (compared or {}).get(cell["model"])
-            rival = rival if cell["target"] == EXPORTED else cell["model"]
+            rival = cell.get("compared_with") if cell["target"] == EXPORTED else cell["model"]
             model, target, bits, granularity = key
             points[key] = Point(Path(model), target, bits, granularity, Recipe(), Path(rival) if rival else None)
         result = TaskResult.from_dict(cell["result"]) if cell["result"] else None

@@ -11,6 +11,7 @@ import torch
 from diffquant.checkpoints.building import has_packed_kernels
 from diffquant.checkpoints.places import Places
 from diffquant.checkpoints.source import Source
+from diffquant.family.call import dtype_name
 from diffquant.measure.language_model import LanguageModel, States
 from diffquant.measure.results import TaskResult
 from diffquant.measure.task import Task
@@ -73,11 +74,6 @@ def run_timed(task: Task, model: LanguageModel, reference: States | None, progre
 def run_key(dtype: torch.dtype, device: str) -> JsonObject:
     """Return the settings on which every result depends, of checkpoints and of exported folders."""
     return {"dtype": dtype_name(dtype), "versions": versions_of_run(device)}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without its module, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(eq=False)

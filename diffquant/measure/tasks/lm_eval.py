@@ -74,7 +74,7 @@ class Harness(Task):
         return identity
 
     def untracked_inputs(self) -> list[str]:
-        return _task_files(self.task).unseen if _is_file(self.task) else ["the data that lm-eval fetches for it"]
+        return _task_files(self.task).unseen() if _is_file(self.task) else ["the data that lm-eval fetches for it"]
 
     def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         """Run the task, and return all of its metrics.
@@ -139,7 +139,7 @@ def _task_files(task: str) -> "TaskFiles":
     # Its YAML reader is not needed for the command line's help.
     from diffquant.measure.protocols.harness_files import TaskFiles
 
-    return TaskFiles.of(Path(task))
+    return TaskFiles(Path(task).absolute())
 
 
 def _task_result(task: str, output: JsonObject) -> TaskResult:

@@ -212,13 +212,13 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
         )
 
 
-def read_eps(config: Mapping[str, Any], key: str, default: float = 1e-5) -> float:
-    """Read the epsilon of a norm.
+def read_eps(config: Mapping[str, Any], key: str) -> float:
+    """Read the epsilon of a norm, 1e-5 by default.
 
     Raises:
         CheckpointError: it is not a number of at least 0.
     """
-    eps = config.get(key, default)
+    eps = config.get(key, 1e-5)
     if not isinstance(eps, float) or not 0 <= eps < math.inf:
         raise CheckpointError(f"{invalid_config_prefix(config)}: {key} is {eps!r}; it must be a float of at least 0")
     return eps

@@ -1,6 +1,7 @@
 """Cells of decoding from pages and from latents, which the contest's peers do not read."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,7 +13,7 @@ from diffquant.benchmarks.measuring import prepare, run_in_turns
 from diffquant.benchmarks.workloads import Workload, differential, find_model
 from diffquant.recipe import Recipe
 
-PAGES, LATENTS = "{}-bit pages", "{}-bit latents"
+PAGES, LATENTS = "16-bit pages", "{}-bit latents"
 CONTIGUOUS = "DIFF, fused, 16-bit cache"
 _TURNS = 5
 # Motif-3's signal heads and noise heads, and the widths of a latent and of turned channels.
@@ -22,7 +23,6 @@ _SIGNALS, _NOISES, _LATENT, _TURNED = 64, 16, 512, 64
 @torch.inference_mode()
 def paged_cells(context: int, batch: int) -> list[dict[str, Any]]:
     """Cells of one token of the 3B model as V1 over pages of 16 tokens in no order, and over a cache without pages."""
-    from diffquant.kernels.cache.packed_pages import PagedStore, decode_packed_pages
     from diffquant.kernels.cache.paged import PAGE, decode_paged
 
     model = find_model("3B")
@@ -39,23 +39,10 @@ def paged_cells(context: int, batch: int) -> list[dict[str, Any]]:
         return rows
 
     k, v = [paged(x) for x in call.k], paged(call.v)
-    lam, scale = call.lam, call.scale
-    calls: dict[str, Callable[[], object]] = {
-        PAGES.format(16): lambda: decode_paged(call.q, k, v, table, lengths, lam, scale=scale)
-    }
-    keys = torch.cat(tuple(call.k), 1)
-    for bits in (8, 4):
-        store = PagedStore(Recipe.of(kv=bits), keys, call.v, pages)
-        store.append(keys, call.v, table, lengths)
-        calls[PAGES.format(bits)] = lambda store=store: decode_packed_pages(  # type: ignore[misc]
-            call.q, store, table, lengths, lam, scale=scale
-        )
-    bytes_of = {
-        path: batch * context * model.kv_pairs * (2 * model.width + model.value_width) * int(path.split("-")[0]) / 8
-        for path in calls
-    }
+    size = batch * context * model.kv_pairs * (2 * model.width + model.value_width) * 2
     named = [cell.to_dict() for cell in contiguous if cell.path == CONTIGUOUS]
-    return [*named, *_timed(calls, bytes_of, work.name)]
+    attend = partial(decode_paged, call.q, k, v, table, lengths, call.lam, scale=call.scale)
+    return [*named, *_timed({PAGES: attend}, {PAGES: size}, work.name)]
 
 
 @torch.inference_mode()

@@ -48,20 +48,18 @@ def round_layers(
     progress: Progress,
     finish: Finish | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    budget: int | None = None,
 ) -> Rounder:
     """Run a model on calibration data in float32, and round each layer's weights before the next layer runs.
 
     The model always runs on the CPU, so that a recipe gives the same codes on every device. Memory holds the model, the
-    second moments of one layer, and the activations between two layers up to `budget`; the rest of the activations is
-    on disk. Weights outside the layers are rounded as by `mse`.
+    second moments of one layer, and the activations between two layers up to half of the free memory; the rest of the
+    activations is on disk. Weights outside the layers are rounded as by `mse`.
 
     Args:
         schemes: scheme of each module whose weight is quantized, by name in the checkpoint.
         calibration: calibration data.
         finish: function called with each rounded layer before the next layer runs.
         batch_tokens: number of tokens per batch, at least one window.
-        budget: bytes of memory for activations; by default half of the free memory.
 
     Returns:
         A rounder with the codes and scales of all rounded weights in the layers.
@@ -70,7 +68,7 @@ def round_layers(
         DiffQuantError: the checkpoint cannot be read.
     """
     model, ids = build_model(source, torch.float32), calibration.ids
-    store, made = ActivationStore(budget), dict[str, Made]()
+    store, made = ActivationStore(), dict[str, Made]()
     with torch.no_grad():
         # A run on two tokens shows the order in which a layer's modules are called.
         walk, glance = model.walk(ids.shape[1]), model.walk(2)

@@ -1,6 +1,7 @@
 """Loss by place: cumulative NLL by position, AR-hits and other tokens apart."""
 
 from dataclasses import astuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,20 +9,17 @@ from torch.nn.functional import cross_entropy
 
 from diffquant import data
 from diffquant.errors import NonFiniteError, UsageError
+from diffquant.measure.cells import Cell
+from diffquant.measure.results import TaskResult
 from diffquant.measure.stats import mean_interval
-from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.findings import headline
+from diffquant.measure.sweep.grid import SweepOptions, points
 from diffquant.measure.sweep.outputs import write_outputs
-from diffquant.measure.sweep.result import json_rows
+from diffquant.measure.sweep.result import SweepResult, json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import kind_of, make_tasks
-from diffquant.measure.tasks.nll import (
-    POSITIONS,
-    cumulative_means,
-    find_repeated_bigrams,
-    position_panels,
-    score_positions,
-)
 from diffquant.measure.torch_model import TorchModel
+from examples.shots.nll import POSITIONS, cumulative_means, find_repeated_bigrams, position_panels, score_positions
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
@@ -126,3 +124,17 @@ def test_what_cannot_be_read_is_refused():
     model.model.norm.weight.data[0] = torch.nan
     with pytest.raises(NonFiniteError):
         score_positions(TorchModel(model, tiny_lm.tokenizer()), TEXT, WINDOW)
+
+
+def test_what_gained_much_is_not_said_to_have_changed_least():
+    """A loss in nats may fall, too."""
+    options = SweepOptions(tasks=("nll",), bits=(8, 4))
+    cells = []
+    for point, nll in zip(points([Path("transformer")], options), (2.0, 1.99, 1.5), strict=True):
+        counted = {f"{kind}_by_window": [3, 3] for kind in ("tokens", "ar_hits", "others")}
+        losses = {f"{kind}_by_window": [nll, nll] for kind in ("nll", "ar_hit_nll", "other_nll")}
+        stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
+        cells.append(Cell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None))
+    (sentence,) = headline(SweepResult(cells, {}))
+    assert sentence.startswith("nll: the smallest change is that of transformer at logits 8:row")
+    assert "the largest that of transformer at logits 4:row" in sentence

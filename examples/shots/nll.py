@@ -26,10 +26,10 @@ from diffquant.measure.task import (
     Task,
     check_at_least_one,
 )
-from diffquant.measure.tasks import register
-from diffquant.reports.plots import Interval, Line, Look, draw_panels, panels
+from diffquant.reports.plots import Interval, Line, Look
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
+from examples.shots.panels import draw_panels, panels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +149,6 @@ def _finish(axis: Any, lines: list[Line]) -> None:  # noqa: ARG001
     axis.set_xlabel("tokens read")
 
 
-@register
 @dataclass(frozen=True, kw_only=True)
 class Nll(Task):
     """Negative log-likelihood of a text's tokens, by position and by whether they are AR-hits.
