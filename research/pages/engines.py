@@ -343,10 +343,6 @@ def quantize_table() -> str:
 MOTIF_GB = _MOTIF["source_bytes"] / 1e9
 IN_A_GIGABYTE = _MOTIF["whole"]["peak_anonymous"] < 1e9
 RESUMES_TO_THE_SAME = bool(_MOTIF["byte_identical"])
-_DEFAULT = [
-    raw(f"quantize-default/{name}.json")["roundings"]
-    for name in ("prose-diff-v1", "smollm2-135m-diff-v2", "SmolLM2-135M-Instruct.Q4_1")
-]
 
 
 def medians(entries: list[dict[str, Any]], name: str = "seconds") -> float:
@@ -358,24 +354,6 @@ def over_torchao(file: str) -> float:
     """How many times as fast as torchao in memory `quantize` is, for each byte that is packed."""
     turns = raw(file)["turns"]
     return float(median(turns["torchao in memory"]["seconds"]) / median(turns["diffquant quantize"]["seconds"]))
-
-
-def throughput(path: str) -> tuple[float, float]:
-    """Forward pass over the Transformer's."""
-    cells = raw("cpu/bench.json")["cells"]
-    return ends(cell["ratio"] for cell in cells if (cell["section"], cell["path"]) == ("throughput", path))
-
-
-def mse_over_nearest() -> tuple[float, float]:
-    """CPU time of `quantize` by `mse` over that by `nearest`."""
-    return ends(runs["mse"]["cpu_seconds"] / runs["nearest"]["cpu_seconds"] for runs in _DEFAULT)
-
-
-def hellaswag_seconds(name: str, batch: int | None) -> float:
-    """Seconds of 60 HellaSwag items in bfloat16."""
-    timings = raw("hellaswag-speed.json")["timings"]
-    wanted = {"name": name, "dtype": "bfloat16", "batch_size": batch}
-    return median(next(each["seconds"] for each in timings if wanted.items() <= each.items()))
 
 
 _KILLED = [raw(f"sweep-kills/{name}.json") for name in ("local", "local-again", "ray")]

@@ -242,11 +242,10 @@ def more_by_half(rule: str, text: str = "elsewhere") -> list[float]:
 EIGHT = {model: raw(f"rounding/8-bits/{FILES[model]}.json")["results"] for model in TRAINED}
 
 
-def eight_table() -> str:
-    """KL of eight bits in millionths of a nat, on text elsewhere."""
-    names = [name for name in EIGHT["DIFF V1"] if name != "16 bits"]
-    rows = [[name, *(f"{1e6 * EIGHT[model][name]['elsewhere']['kl']:.0f}" for model in TRAINED)] for name in names]
-    return table(["8 bits, KL in µnats", *TRAINED], rows)
+def eight_kl(rounds_inputs: bool) -> list[float]:
+    """Return KL of eight bits in millionths of a nat on text elsewhere, by methods that round inputs too or do not."""
+    names = [name for name in EIGHT["DIFF V1"] if name != "16 bits" and ("inputs" in name) == rounds_inputs]
+    return [1e6 * EIGHT[model][name]["elsewhere"]["kl"] for model in TRAINED for name in names]
 
 
 # Other tools with DIFF models
