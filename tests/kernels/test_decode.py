@@ -15,7 +15,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
 from diffquant.kernels.cache.decode_cut import TILES, choose_tile
 from diffquant.kernels.cache.kv_store import KVStore
-from diffquant.kernels.configs import trying
+from diffquant.kernels.configs import override_configs
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import VISIBLE, expected, random_call, relative_error
 from tests.support.tables import in_one_test
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_named():
 
 @in_one_test(("tokens", "warps"), [(8, 4), (32, 3)])
 def test_tuned_tiles_that_do_not_fill_the_steps_of_a_store_are_refused(tokens, warps):
-    tuned = trying({"decode/sm_80/64/4": {"tokens": tokens, "warps": warps}})
+    tuned = override_configs({"decode/sm_80/64/4": {"tokens": tokens, "warps": warps}})
     with tuned, pytest.raises(UsageError, match="in which a store grows"):
         choose_tile(TILES, "decode/sm_80/64/4")
 

@@ -308,7 +308,7 @@ def test_of_a_cell_that_failed_there_is_no_result_by_other_code(tmp_path):
     (tmp_path / "failed.json").write_text(json.dumps({"key": key, "error": "NaN"}))
     assert explain_remeasuring(tmp_path, [key | {"code": "1"}]) is None
     (tmp_path / "measured.json").write_text(json.dumps({"key": key, "result": {}}))
-    assert "by other code" in explain_remeasuring(tmp_path, [key | {"code": "1"}])
+    assert "but with other code" in explain_remeasuring(tmp_path, [key | {"code": "1"}])
 
 
 def test_cells_that_were_never_measured_need_no_reason(model, copy_of, caplog):

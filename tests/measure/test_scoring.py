@@ -205,5 +205,5 @@ def test_a_continuation_without_tokens_or_with_too_many_is_refused():
     encoder = RequestEncoder(tiny_lm.tokenizer(), 8, tiny_lm.WORDS)
     with pytest.raises(DiffQuantError, match="no tokens"):
         encoder.request("context", "")
-    with pytest.raises(DiffQuantError, match="more than the 8"):
+    with pytest.raises(DiffQuantError, match="more than the model's context of 8"):
         encoder.request("context", " many words that do not fit" * 3)

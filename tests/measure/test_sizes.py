@@ -110,14 +110,14 @@ def one_item(point):
 
 
 def one_window(point):
-    change = {16: 0.0, 8: 0.0, 4: 0.1, 3: 0.2}[point.bits]
-    weights = {name: [10] for name in ("tokens_by_window", "ar_hits_by_window", "others_by_window")}
-    means = {name: [3 + change] for name in ("nll_by_window", "ar_hit_nll_by_window", "other_nll_by_window")}
-    of_all = {"nll": 3.0, "ar_hit_nll": 3.0, "other_nll": 3.0, "positions": [1, 20], "ar_hit_share": 0.5}
-    return {"metric": "nll", **of_all, **weights, **means}
+    kl = KL[point.bits]
+    by_window = {} if kl is None else {"kl_by_window": [kl], "tokens_by_window": [10]}
+    return {"metric": "perplexity", "perplexity": 20.0, "bits_per_byte": 1.0, "kl": kl, **by_window}
 
 
-@pytest.mark.parametrize(("task", "result"), [("hellaswag", one_item), ("nll", one_window)], ids=["item", "window"])
+@pytest.mark.parametrize(
+    ("task", "result"), [("hellaswag", one_item), ("perplexity", one_window)], ids=["item", "window"]
+)
 def test_one_item_or_window_alone_is_drawn_without_bars(task, result):
     sweep = swept(task, result)
     drawn = [value for band in bands(sweep) for lines in band.lines.values() for line in lines for value in line.points]

@@ -110,7 +110,7 @@ def test_a_config_alone_makes_an_untrained_model(folders):
 @in_one_test(
     ("options", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "not quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "leave out quantization_config"),
         ({"device_map": "balanced"}, "device_map must be 'auto' or a mapping"),
         ({"dtype": "int3"}, "unknown dtype 'int3'"),
     ],
@@ -122,6 +122,6 @@ def test_what_load_does_not_do_is_refused_by_name(folders, options, message):
 
 def test_the_card_says_who_opens_the_folder(folders):
     assert (
-        "trust_remote_code=True)` opens it with modeling_diffquant.py"
+        "trust_remote_code=True)` opens it with this folder's modeling_diffquant.py"
         in (folders["unilm-v2-low"] / "README.md").read_text()
     )

@@ -80,7 +80,7 @@ class Filled:
     def get_seq_length(self):
         return self.length
 
-    def count(self, length):
+    def set_length(self, length):
         self.length = length
 
 

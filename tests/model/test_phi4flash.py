@@ -417,7 +417,7 @@ def test_a_cache_that_cannot_hold_the_states_is_refused(model):
     [
         ({"num_hidden_layers": 30}, "num_hidden_layers is 30, not a multiple of 4"),
         ({"mb_per_layer": 4}, "mb_per_layer is 4, not 2"),
-        ({"sliding_window": [512]}, r"sliding_window is \[512\], not a number"),
+        ({"sliding_window": [512]}, r"sliding_window is \[512\], not an integer above 0"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"mamba_dt_rank": 128}, "mamba_dt_rank is 128, not 160"),
         ({"mamba_d_state": "16"}, "mamba_d_state is '16'"),

@@ -111,10 +111,10 @@ def test_what_cannot_be_rotated_is_refused(recipe, message):
 
 def test_keys_that_other_layers_read_are_refused_before_weights_are_read(tmp_path):
     folder = write_checkpoint(tmp_path / "phi", "phi4flash")
-    with pytest.raises(UsageError, match="read the keys and values of another one"):
+    with pytest.raises(UsageError, match="read the keys and values of another layer"):
         load(folder, Recipe.of(kv="4:row:rotated"))
-    with pytest.raises(UsageError, match="read the keys and values of another one"):
+    with pytest.raises(UsageError, match="read the keys and values of another layer"):
         quantize(folder, tmp_path / "low", Recipe.of(kv="4:row:rotated"))
     model = load(folder)
-    with pytest.raises(UsageError, match="read the keys and values of another one"):
+    with pytest.raises(UsageError, match="read the keys and values of another layer"):
         model.apply_recipe(Recipe.of(kv="4:row:rotated"))

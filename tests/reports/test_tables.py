@@ -1,15 +1,8 @@
 import csv
 import io
 
-from diffquant.reports.plots import panels
 from diffquant.reports.tables import Link, Table, align_columns, format_csv, markdown, megabytes
 from tests.support.tables import in_one_test
-
-
-def test_lines_without_a_title_are_in_every_panel():
-    assert panels([(None, "16"), ("keys", "4"), ("values", "3")]) == {"keys": ["16", "4"], "values": ["16", "3"]}
-    assert panels([(None, "16")]) == {"16 bits": ["16"]}
-    assert panels([]) == {}
 
 
 def test_names_stand_left_and_numbers_right():
