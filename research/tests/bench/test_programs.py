@@ -32,6 +32,7 @@ NOT_ON_GPU_MACHINES = {
 }
 PROGRAMS = [
     "research.bench.programs.generate",
+    "research.bench.programs.hellaswag",
     "research.bench.programs.native_op",
     "research.bench.programs.quantize",
     "research.bench.programs.serving",
