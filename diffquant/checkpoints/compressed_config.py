@@ -52,7 +52,7 @@ def quantization_config(
         groups.setdefault((scheme, inputs.get(name, FULL)), []).append(name)
     plain = len(groups) == 1 and set(schemes) <= set(linears)
     # A layout that other readers do not know is named where all of them look first, so that they refuse the folder.
-    own = [scheme.format.layout for scheme, _ in groups if not scheme.format.is_standard]
+    own = [scheme.format.layout for scheme, _ in groups if not scheme.format.in_compressed_tensors]
     layouts = {scheme.format.layout for scheme, _ in groups} or {PACK_QUANTIZED}
     # compressed-tensors takes integers beside rounded inputs for bytes, unless their group states its layout.
     states_layouts = bool(own or inputs or len(layouts) > 1)
@@ -179,7 +179,8 @@ def _read_groups(entry: Any, rounds_inputs: bool, has_cache: bool) -> dict[str, 
 
 def _read_layouts() -> str:
     """Return the names of compressed-tensors' float layouts that diffquant reads, joined by commas."""
-    layouts = {each.layout for each in FORMATS.values() if each.quantizes and each.is_standard} - {PACK_QUANTIZED}
+    known = [each for each in FORMATS.values() if each.quantizes and each.in_compressed_tensors]
+    layouts = {each.layout for each in known} - {PACK_QUANTIZED}
     return ", ".join(sorted(layouts))
 
 

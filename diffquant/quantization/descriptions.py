@@ -106,12 +106,16 @@ decode a tensor.
 
 def _tags(plan: QuantizationPlan, is_differential: bool) -> list[str]:
     is_standard = plan.schemes and not _own_formats(plan)
-    return ["diffquant", *([FAMILY] if is_differential else []), *(["compressed-tensors"] if is_standard else [])]
+    return [
+        "diffquant",
+        *([FAMILY] if is_differential else []),
+        *(["compressed-tensors"] if is_standard else []),
+    ]
 
 
 def _own_formats(plan: QuantizationPlan) -> list[str]:
     """Return the names of the plan's number formats that compressed-tensors does not support."""
-    return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.is_standard})
+    return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.in_compressed_tensors})
 
 
 def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
@@ -120,7 +124,7 @@ def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
     It does so if scales have 8 bits. Products with activations of another dtype then fail.
     """
     formats = {scheme.format for scheme in plan.schemes.values()}
-    return any(each.is_standard and each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats)
+    return any(each.in_compressed_tensors and each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats)
 
 
 def converted_card(

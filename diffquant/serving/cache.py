@@ -37,7 +37,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
         return AUTO
     if asked == RECIPE and has_kv_cache_scheme(config):
         return _STATIC
-    listed = listed_formats(has_gpu)
+    listed = vllm_formats(has_gpu)
     if asked in listed:
         return asked
     if asked != RECIPE:
@@ -55,7 +55,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
     )
 
 
-def listed_formats(has_gpu: bool) -> tuple[str, ...]:
+def vllm_formats(has_gpu: bool) -> tuple[str, ...]:
     """Return the cache formats that the installed vLLM lists: with a GPU all of them, else those of its CPU backend."""
     if has_gpu:
         from vllm.config.cache import CacheDType

@@ -55,7 +55,7 @@ def vllm(monkeypatch):
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [plugin])
     on_cpus = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
     on_gpus = (*on_cpus, "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")
-    monkeypatch.setattr("diffquant.serving.cache.listed_formats", lambda has_gpu: on_gpus if has_gpu else on_cpus)
+    monkeypatch.setattr("diffquant.serving.cache.vllm_formats", lambda has_gpu: on_gpus if has_gpu else on_cpus)
 
 
 @pytest.fixture

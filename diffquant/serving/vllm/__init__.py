@@ -51,7 +51,7 @@ def find_outdated_vllm() -> str | None:
     return next((f"{build} {version}" for build, version in found.items() if Version(version) < Version(OLDEST)), None)
 
 
-def find_cuda_builds() -> list[str]:
+def find_cuda_packages() -> list[str]:
     """List installed packages that are built for CUDA although torch is not; they break vLLM's import.
 
     vLLM's CPU build requires these packages, and PyPI has only builds for CUDA.
@@ -98,7 +98,7 @@ def check_installed(implementation: str) -> None:
             f"{outdated} is installed, and releases before {OLDEST} run code from a model's folder without asking "
             f"(CVE-2026-27893): {how}"
         )
-    if packages := " ".join(find_cuda_builds()):
+    if packages := " ".join(find_cuda_packages()):
         raise MissingDependencyError(
             f"vLLM cannot be imported with CUDA builds of {packages}: pip uninstall {packages}, or install them from "
             f"{_CPU_INDEX}"

@@ -273,7 +273,7 @@ class NumberFormat(ABC):
         return f"diffquant-{self.name}"
 
     @property
-    def is_standard(self) -> bool:
+    def in_compressed_tensors(self) -> bool:
         """Whether compressed-tensors can read the layout."""
         return not self.layout.startswith("diffquant-")
 

@@ -131,7 +131,7 @@ class Float8(Minifloat):
     @property
     def description(self) -> Mapping[str, Any]:
         # compressed-tensors has no other float of eight bits, and none of ours may be read as it.
-        return {"num_bits": 8, "type": "float" if self.is_standard else self.name, "symmetric": True}
+        return {"num_bits": 8, "type": "float" if self.in_compressed_tensors else self.name, "symmetric": True}
 
 
 register(Float8("e4m3", 4, 3, 448))
@@ -234,7 +234,7 @@ class Microscaled(Minifloat):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        if not self.is_standard:
+        if not self.in_compressed_tensors:
             return {"type": self.name}
         return {"num_bits": self.width, "type": "float", "symmetric": True, "scale_dtype": "torch.uint8"}
 
