@@ -222,15 +222,22 @@ PROSE = data.books_text()[5000:5300]
 
 
 def write_export(scheme: str, folder: Path) -> Path:
-    """An exported file of the Transformer trained on prose; rows of its down_proj are no whole blocks."""
+    """An exported file of the Transformer trained on prose; rows of its down_proj are no whole blocks.
+
+    Weights are rounded to nearest, so that a better search of scales leaves the record as it is.
+    """
     source, file = POCKET / "prose-transformer", folder / f"{scheme.replace(':', '-')}.gguf"
     if scheme == "16":
         diffquant.export(source, file, to="gguf", dtype="float32")
     elif scheme == "iq4_xs":
         wide = write_widened(source, folder / "wide")
-        diffquant.quantize(wide, file, {"weights": "iq4_nl", "overrides": {"*.down_proj": scheme}}, to="gguf")
+        diffquant.quantize(
+            wide, file, {"weights": "iq4_nl", "overrides": {"*.down_proj": scheme}}, rounding="nearest", to="gguf"
+        )
     else:
-        diffquant.quantize(source, file, {"weights": scheme, "overrides": {"*.down_proj": "16"}}, to="gguf")
+        diffquant.quantize(
+            source, file, {"weights": scheme, "overrides": {"*.down_proj": "16"}}, rounding="nearest", to="gguf"
+        )
     return file
 
 
