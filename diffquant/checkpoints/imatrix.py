@@ -128,12 +128,15 @@ def _means(entries: Mapping[str, _Entry]) -> dict[str, Tensor]:
     """Return the mean squares of each entry, without those whose weight was never used.
 
     Raises:
-        CheckpointError: a sum or count is negative or not finite, or counts do not divide the values.
+        CheckpointError: a sum or count is negative or not finite, a count is no number of tokens, or counts do not
+            divide the values.
     """
     wrong = []
     for name, (sums, counts) in entries.items():
         if not all(np.isfinite(each).all() and (each >= 0).all() for each in (sums, counts)):
             wrong.append(f"{one_line(name)} has negative or non-finite values")
+        elif ((counts > 0) & (counts < 1)).any():
+            wrong.append(f"{one_line(name)} has a count of tokens between 0 and 1")
         elif not counts.size or not sums.size or sums.size % counts.size:
             wrong.append(f"{one_line(name)} has {sums.size} values and {counts.size} counts")
     if wrong:

@@ -301,6 +301,7 @@ GOOD = {"a.weight.in_sum2": [[1.0, 2.0]], "a.weight.counts": [[4.0]]}
         (GOOD | {"a.weight.in_sum2": [[1.0, -2.0]]}, "imatrix", "a.weight has negative or non-finite values"),
         (GOOD | {"a.weight.in_sum2": [[1.0, np.inf]]}, "imatrix", "a.weight has negative or non-finite values"),
         (GOOD | {"a.weight.counts": [[np.nan]]}, "imatrix", "a.weight has negative or non-finite values"),
+        (GOOD | {"a.weight.counts": [[1e-40]]}, "imatrix", "a.weight has a count of tokens between 0 and 1"),
         (GOOD | {"a.weight.counts": [[1.0], [1.0], [1.0]]}, "imatrix", "a.weight has 2 values and 3 counts"),
     ],
 )
