@@ -55,17 +55,16 @@ def find_factors(source: Source, text: Sources, progress: Progress) -> tuple[dic
     factors: dict[str, Tensor] = {}
     for number, layer in enumerate(walk.layers):
         groups, glimpse = group_by_input(glance, layer, glimpse)
-        inputs: dict[str, list[Tensor]] = {names[0]: [] for names in groups}
+        predecessors = {names[0]: before for names in groups if (before := _predecessor(names)) is not None}
+        inputs: dict[str, list[Tensor]] = {name: [] for name in predecessors}
         for place, state in enumerate(states):
             seen, states[place] = collect_inputs(walk, layer, list(inputs), state)
             for name, x in seen.items():
                 inputs[name].append(x)
-        for names in groups:
-            if (before := _predecessor(names)) is not None:
-                weights = [layer.get_submodule(name).weight for name in names]
-                found = _search(torch.cat(inputs[names[0]]), weights)
-                if found is not None:
-                    factors[f"model.layers.{number}.{before}"] = found
+        for names in (names for names in groups if names[0] in inputs):
+            weights = [layer.get_submodule(name).weight for name in names]
+            if (found := _search(torch.cat(inputs[names[0]]), weights)) is not None:
+                factors[f"model.layers.{number}.{predecessors[names[0]]}"] = found
         progress(number + 1, len(walk.layers), "smoothing layers")
     return factors, calibration.record
 
@@ -86,10 +85,11 @@ def _search(x: Tensor, weights: Sequence[nn.Parameter]) -> Tensor | None:
     of_inputs = x.abs().amax(0).double()
     of_weights = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).double()
     some = x[:: max(1, len(x) // _COMPARED)]
-    best, least = None, _error(some, weights, torch.ones_like(of_inputs))
+    exact = [some @ weight.mT for weight in weights]
+    best, least = None, _error(some, weights, exact, torch.ones_like(of_inputs))
     for strength in STRENGTHS:
         factors = _powers_of_two(of_inputs, of_weights, strength)
-        if (error := _error(some, weights, factors)) < least:
+        if (error := _error(some, weights, exact, factors)) < least:
             best, least = factors, error
     return best
 
@@ -103,12 +103,12 @@ def _powers_of_two(of_inputs: Tensor, of_weights: Tensor, strength: float) -> Te
     return torch.where(used, (exponent - middle).round().clamp(-6, 6), 0.0).exp2()
 
 
-def _error(x: Tensor, weights: Sequence[nn.Parameter], factors: Tensor) -> float:
-    """Return the summed squared error of all products whose inputs and weights are rounded to 8 bits."""
+def _error(x: Tensor, weights: Sequence[nn.Parameter], exact: Sequence[Tensor], factors: Tensor) -> float:
+    """Return the summed squared error of products whose inputs and weights are rounded to 8 bits, given exact ones."""
     rounded = round_inputs(x / factors.float(), _INPUTS)
     total = 0.0
-    for weight in weights:
+    for weight, product in zip(weights, exact, strict=True):
         scaled = weight * factors.float()
         codes = weight_codes(scaled, scale := weight_scale(scaled, _WEIGHTS), _WEIGHTS)
-        total += float((rounded @ decode_codes(codes, scale, _WEIGHTS).mT - x @ weight.mT).square().sum())
+        total += float((rounded @ decode_codes(codes, scale, _WEIGHTS).mT - product).square().sum())
     return total

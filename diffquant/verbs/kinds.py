@@ -120,11 +120,11 @@ DeviceMap = Annotated["AnyDeviceMap", Kind(Literal["auto"])]
 Push = Annotated[str, Kind(str, "ORG/NAME")]
 
 
-# Parameters of other tools, and the argument with the same effect here.
-_ELSEWHERE = {
-    **dict.fromkeys(("bits", "wbits", "w_bits", "q_bits", "group_size", "scheme"), 'recipe={"weights": "4:g32"}'),
-    **dict.fromkeys(("method", "algorithm", "quant_method"), 'rounding="gptq"'),
-    **dict.fromkeys(("kv_cache_dtype", "kv_bits"), 'recipe={"kv": 8}'),
+# Options of other tools, by the argument with the same effect here.
+OPTIONS_ELSEWHERE = {
+    'recipe={"weights": "4:g32"}': ("bits", "wbits", "w-bits", "q-bits", "group-size", "q-group-size"),
+    'rounding="gptq"': ("method", "algorithm", "quant-method"),
+    'recipe={"kv": 8}': ("kv-cache-dtype", "kv-bits", "cache-type"),
 }
 
 
@@ -146,8 +146,9 @@ def check_arguments(verb: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
                 if "recipe" in known and name in (*TARGETS, "kv", "residual", "overrides", "like", "preset"):
                     entry = kwargs[name] if name == "preset" else {name: kwargs[name]}
                     raise UsageError(f"{verb.__name__} takes {name} only in the recipe: recipe={entry!r}")
-                hint = _ELSEWHERE.get(name) if "recipe" in known else None
-                hint = f"; use {hint}" if hint else did_you_mean(name, list(known))
+                found = (ours for ours, names in OPTIONS_ELSEWHERE.items() if name.replace("_", "-") in names)
+                ours = next(found, None) if "recipe" in known else None
+                hint = f"; use {ours}" if ours else did_you_mean(name, list(known))
                 raise UsageError(f"{verb.__name__} has no parameter {name}{hint}")
         try:
             given = signature.bind(*args, **kwargs).arguments

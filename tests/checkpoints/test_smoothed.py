@@ -87,14 +87,18 @@ def test_no_factor_is_chosen_that_raises_the_error_of_the_products_it_was_chosen
     even = torch.randn(256, 32, generator=generator)
     large = even * torch.where(torch.arange(32) == CHANNEL, 100.0, 1.0)
     weight = torch.nn.Parameter(torch.randn(16, 32, generator=generator))
+
+    def error(x, factors):
+        return smoothing._error(x, [weight], [x @ weight.mT], factors)
+
     with torch.no_grad():
         factors = smoothing._search(large, [weight])
         assert factors[CHANNEL] > 4 * factors.median()
         assert torch.equal(factors.log2(), factors.log2().round())
         none = torch.ones(32, dtype=torch.float64)
-        assert smoothing._error(large, [weight], factors) < 0.5 * smoothing._error(large, [weight], none)
+        assert error(large, factors) < 0.5 * error(large, none)
         chosen = smoothing._search(even, [weight])
-        assert chosen is None or smoothing._error(even, [weight], chosen) < smoothing._error(even, [weight], none)
+        assert chosen is None or error(even, chosen) < error(even, none)
         assert smoothing._search(torch.zeros(4, 32), [weight]) is None
 
 

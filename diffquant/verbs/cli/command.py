@@ -17,6 +17,7 @@ from diffquant.support.program import exit_codes
 from diffquant.verbs import GROUPS
 from diffquant.verbs.cli.options import former_names, list_options, split_docstring
 from diffquant.verbs.cli.show import VIEWS, ResultView, print_notes, print_piece, show_importing
+from diffquant.verbs.kinds import OPTIONS_ELSEWHERE
 from diffquant.verbs.recipes import recipe_from_options
 
 # Options that exist only on the command line.
@@ -76,9 +77,9 @@ def make_command(verb: Callable[..., Any]) -> Callable[..., None]:
 _CommandLineError: Any = BadParameter.__base__
 # Options of other tools, by the option with the same effect here.
 ELSEWHERE = {
-    "--weights BITS:gSIZE, such as 4:g32": ("bits", "wbits", "w-bits", "q-bits", "group-size", "q-group-size"),
-    "--rounding NAME, such as gptq": ("method", "algorithm", "quant-method"),
-    "--kv BITS, such as 8": ("kv-cache-dtype", "kv-bits", "cache-type"),
+    "--weights BITS:gSIZE, such as 4:g32": OPTIONS_ELSEWHERE['recipe={"weights": "4:g32"}'],
+    "--rounding NAME, such as gptq": OPTIONS_ELSEWHERE['rounding="gptq"'],
+    "--kv BITS, such as 8": OPTIONS_ELSEWHERE['recipe={"kv": 8}'],
     "MODEL, the first argument": ("model", "pretrained", "hf-path"),
     # Former options of diffquant.
     "diffquant compare A B, with two folders of bench": ("compare",),
