@@ -103,6 +103,8 @@ def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: str) -> int:
     return sum(prod(shape) for shape in adapter.source_shapes().values()) * ITEMSIZES[dtype]
 
 
+# Hides from vLLM how weights are packed that `ServedDecoder` unpacks, as vLLM does not know the layout.
+WITHOUT_PACKING = {"quantization_config": None}
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Implementation = Literal["plugin", "folder"]
 
@@ -168,12 +170,12 @@ def plan_server(
     checkpoint = open_checkpoint(model)
     if not checkpoint.path.is_dir():
         raise UsageError(f"{model} is not a folder, but vLLM serves only folders: make one with `diffquant quantize`")
-    if isinstance(checkpoint, DequantizedCheckpoint):
+    config, adapter = checkpoint.config, _adapter(checkpoint)
+    if isinstance(checkpoint, DequantizedCheckpoint) and (_is_compiled(adapter) or checkpoint.is_compressed_tensors):
         raise UsageError(
             f"{model} holds weights quantized to {checkpoint.rounded_as}: make a 16-bit folder for the server first, "
             f"diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
         )
-    config, adapter = checkpoint.config, _adapter(checkpoint)
     _check_format(checkpoint)
     dtype = dtype or _dtype(config)
     if dtype not in ITEMSIZES:
@@ -191,7 +193,9 @@ def plan_server(
         raise UsageError(f"vLLM on a CPU stores latents in the model's dtype: use {option_name('cache', AUTO)}")
     cache = choose_cache(config, cache, memory is None)
     command += ["--kv-cache-dtype", cache]
-    if cache == AUTO and has_kv_cache_scheme(config):
+    if isinstance(checkpoint, DequantizedCheckpoint):
+        command += ["--hf-overrides", json.dumps(WITHOUT_PACKING)]
+    elif cache == AUTO and has_kv_cache_scheme(config):
         command += ["--hf-overrides", json.dumps(without_cache_scheme(config))]
     if adapter is not None and ranks > 1:
         check_ranks(config, adapter, ranks, implementation)

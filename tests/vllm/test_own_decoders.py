@@ -4,15 +4,18 @@ import pytest
 import torch
 
 import diffquant
+from diffquant.serving.plan import WITHOUT_PACKING
 from tests.vllm.answers import CLOSE, check, check_low_bits, expected
 from tests.vllm.checkpoints import OWN, write_served
 from tests.vllm.conftest import needs_avx512
 
 # In float32 vLLM's Linears unpack; experts and what is read directly are unpacked as they are loaded.
 RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:g32"}}
+# Written as in the makers' release of Motif-3.
+RELEASE = {"weights": "16", "overrides": {"*.experts.*": "nvfp4"}}
 READ = {"phi4flash": "*.dt_proj", "motif3": "*.lambda_proj"}
 CHUNKED = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "enable_prefix_caching": True}
-CASES = [(source, bits) for source in OWN for bits in RECIPES]
+CASES = [*((source, bits) for source in OWN for bits in RECIPES), ("motif3", "nvfp4 experts")]
 # Beyond the windows, within them, and one that is a prompt's whole.
 LENGTHS, NEW = (70, 40, 7, 1), 32
 # In float32 a random Motif-3's logits, of up to 26, are off by 0.007 of float64's in our own model.
@@ -29,6 +32,8 @@ def folders(tmp_path_factory):
             made[source, bits] = root / f"{source}-{bits}"
             read = {"overrides": {READ[source]: "8:row"}} if bits == "8" else {}
             diffquant.quantize(checkpoint, made[source, bits], recipe | read)
+    made["motif3", "nvfp4 experts"] = root / "motif3-release"
+    diffquant.quantize(root / "motif3", root / "motif3-release", RELEASE)
     return made
 
 
@@ -57,6 +62,7 @@ def answers(engine, folders, prompts, long, text):
         key: {"folder": str(folders[key]), "prompts": prompts, "max_tokens": NEW, "options": OWN[key[0]]}
         for key in CASES
     }
+    jobs["motif3", "nvfp4 experts"]["options"] = OWN["motif3"] | {"hf_overrides": WITHOUT_PACKING}
     again = {"folder": str(folders["phi4flash", "16"]), "prompts": long, "rounds": 2, "reads_prompts": False}
     jobs["chunked"] = again | {"options": CHUNKED}
     compiled = {"enforce_eager": False, "compilation_config": {"mode": 1}}
@@ -70,8 +76,7 @@ def answers(engine, folders, prompts, long, text):
     return dict(zip(jobs, engine(list(jobs.values()))[0], strict=True))
 
 
-@pytest.mark.parametrize("bits", RECIPES)
-@pytest.mark.parametrize("source", OWN)
+@pytest.mark.parametrize(("source", "bits"), CASES)
 def test_the_plugin_computes_what_diffquant_computes(answers, folders, prompts, source, bits):
     check(
         "plugin", source, bits, answers[source, bits], expected(folders[source, bits], prompts, new=NEW), NEAR[source]

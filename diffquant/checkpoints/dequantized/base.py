@@ -197,6 +197,12 @@ class DequantizedCheckpoint(Checkpoint):
         return self._matrices[name].dtype if name in self._matrices else self._stored.output_dtype(name)
 
     @property
+    def is_compressed_tensors(self) -> bool:
+        """Whether llm-compressor or another writer of compressed-tensors packed the weights."""
+        entry = _entry(self._stored)
+        return entry is not None and entry.get("quant_method") == "compressed-tensors"
+
+    @property
     def rounded_as(self) -> str:
         return self._contents.kind
 

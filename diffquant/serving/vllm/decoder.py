@@ -1,6 +1,7 @@
 """diffquant's own decoders in vLLM: vLLM has the caches, attention and packed Linears; the rest is plain torch."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,8 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from diffquant.checkpoints.compressed_config import read_schemes
 from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
+from diffquant.checkpoints.dequantized import DequantizedCheckpoint
+from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.errors import UsageError
 from diffquant.model.decoder import Decoder
 from diffquant.serving.vllm.config import architecture_of, warn_of_ignored_schemes
@@ -50,7 +53,7 @@ class ServedDecoder(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if architecture.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        self.stated = config.diff_source
+        self.stated, self.folder = config.diff_source, Path(vllm_config.model_config.model)
         self.logits_processor = LogitsProcessor(config.vocab_size)
         warn_of_ignored_schemes(vllm_config)
 
@@ -87,6 +90,10 @@ class ServedDecoder(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Layers for multi-token prediction are not run.
         loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["model.mtp_layers."])
+        checkpoint = open_checkpoint(self.folder)
+        if isinstance(checkpoint, DequantizedCheckpoint):
+            # In a layout that vLLM does not know, such as the NVFP4 of Motif-3's release.
+            weights = ((name, checkpoint.read(name)) for name in checkpoint.tensors)
         loaded: set[str] = loader.load_weights(self._unpack(weights))
         return loaded
 
