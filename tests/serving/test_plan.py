@@ -29,6 +29,7 @@ from diffquant.serving.server import _wait_until_ready, check_processor
 from diffquant.serving.vllm import TESTED, find_outdated_vllm, warn_if_untested
 from diffquant.serving.vllm.config import heads_of_rank, row_orders
 from diffquant.verbs.installation import diagnose
+from tests.checkpoints.test_float_sources import write_fp8
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.tables import in_one_test
 
@@ -258,12 +259,18 @@ def test_latents_are_cached_in_the_models_dtype_on_a_cpu(vllm, tmp_path):
             plan_server(folder, **ASKED | {"cache": cache})
 
 
-def test_the_vendors_nvfp4_release_is_refused_with_what_to_make_of_it(vllm, tmp_path):
+def test_the_vendors_nvfp4_release_is_served_without_what_vllm_does_not_know_of_it(vllm, tmp_path):
     sizes = {"hidden_size": 32, "moe_intermediate_size": 32}
     model = write_checkpoint(tmp_path / "model", "motif3", **sizes)
     diffquant.quantize(model, tmp_path / "release", {"weights": "16", "overrides": {"*.experts.*": "nvfp4"}})
-    with pytest.raises(UsageError, match="holds weights quantized to ModelOpt NVFP4: make a 16-bit folder"):
-        plan_server(tmp_path / "release", **ASKED)
+    command = plan_server(tmp_path / "release", **ASKED).command
+    assert json.loads(command[command.index("--hf-overrides") + 1]) == {"quantization_config": None}
+
+
+def test_another_librarys_packed_weights_are_refused_with_what_to_make_of_them(vllm, tmp_path):
+    write_fp8(tmp_path / "packed")
+    with pytest.raises(UsageError, match="holds weights quantized to .*: make a 16-bit folder"):
+        plan_server(tmp_path / "packed", **ASKED)
 
 
 @in_one_test(
