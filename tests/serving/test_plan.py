@@ -269,7 +269,7 @@ def test_the_vendors_nvfp4_release_is_served_without_what_vllm_does_not_know_of_
 
 def test_another_librarys_packed_weights_are_refused_with_what_to_make_of_them(vllm, tmp_path):
     write_fp8(tmp_path / "packed")
-    with pytest.raises(UsageError, match="holds weights quantized to .*: make a 16-bit folder"):
+    with pytest.raises(UsageError, match=r"holds weights quantized to .*: make a 16-bit folder"):
         plan_server(tmp_path / "packed", **ASKED)
 
 
