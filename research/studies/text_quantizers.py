@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffquant.model.walk import Walk
+from diffquant.model.walk import LayerRunner
 from research.studies.model_reading import ModelReading
 from research.studies.quantizers import codebook
 from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, group_size
@@ -66,13 +66,13 @@ def _llm_compressor(bits: int, least: int, observer: str) -> Over:
 class _Block(torch.nn.Module):
     """A layer that takes hidden states [B, T, D] alone, as AutoRound's cache of inputs wants it."""
 
-    def __init__(self, walk: Walk[Tensor], layer: torch.nn.Module) -> None:
+    def __init__(self, walk: LayerRunner[Tensor], layer: torch.nn.Module) -> None:
         super().__init__()
         self.layer = layer
         self._walk = walk
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._walk.run(self.layer, hidden_states)
+        return self._walk.run_layer(self.layer, hidden_states)
 
 
 def auto_round(bits: int, least: int, seed: int | None = None) -> Over:

@@ -107,7 +107,7 @@ def test_a_transformer_has_no_maps_to_subtract(tmp_path):
 
 
 def both_maps(spec, q, k):
-    return zip(spec.layout.query_maps(q), spec.layout.key_maps(k), strict=True)
+    return zip(spec.layout.split_query_maps(q), spec.layout.key_maps(k), strict=True)
 
 
 def exported_logits(entry, heads, rows):

@@ -7,8 +7,20 @@ In both kernels `step` is the quantization scale of a query's logits.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.attention.online import key_blocks, load_rows, pair_norm, seen_by, to_float16, valid_range
-from diffquant.kernels.attention.round_operands import TOP_EXPONENT, inverse_unit, round_in_blocks, to_float
+from diffquant.kernels.attention.online import (
+    load_rows,
+    masked_key_bounds,
+    pair_norm,
+    to_float16,
+    valid_range,
+    visible_key_range,
+)
+from diffquant.kernels.attention.round_operands import (
+    TOP_EXPONENT,
+    compute_inverse_unit,
+    round_in_blocks,
+    round_to_float,
+)
 
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
 _ROUND = tl.constexpr(12582912.0)
@@ -23,7 +35,7 @@ def _quotient(x, step, inverse):
 
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @triton.jit(do_not_specialize=["T", "S"])
-def extremes(
+def compute_logit_extremes(
     q1, q2, k1, k2, q_steps, k_steps, k_maps, starts, ends, top, bottom, q_strides, k_strides,
     heads, group, T, S, scale,
     MAPS: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
@@ -40,8 +52,8 @@ def extremes(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query = tile * BM + tl.arange(0, BM)
-    first, last = seen_by(query, T, S - T - start, valid)
-    inner, outer, stop = key_blocks(first, last, valid, BN)
+    first, last = visible_key_range(query, T, S - T - start, valid)
+    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
     q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
     q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
     k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
@@ -107,7 +119,7 @@ def attend_rounded(
     WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of BM queries of one pair, one map after the other, with q and k as in `extremes`.
+    """Compute attention of BM queries of one pair, one map after the other; q and k as in `compute_logit_extremes`.
 
     If LOGITS, logits are quantized. WEIGHTS is the format of the unnormalized softmax weights, which are at most 1:
     integers ("int") or e4m3 numbers ("e4m3") with scale `weight_step`, the block format BLOCKS of `BLOCK_FORMATS`
@@ -121,8 +133,8 @@ def attend_rounded(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query, value = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
-    first, last = seen_by(query, T, S - T - start, valid)
-    inner, outer, stop = key_blocks(first, last, valid, BN)
+    first, last = visible_key_range(query, T, S - T - start, valid)
+    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
     at = sequence * out_strides[0] + head * out_strides[1]
     at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
     stored = (query < T)[:, None]
@@ -220,11 +232,11 @@ def _attend_among(
             # Codes are exact in float16 and bfloat16, so they are multiplied; their scale cancels with the sum's.
             p = _quotient(p, weight_step, tl.div_rn(1.0, weight_step))
         if FULL_SUM:
-            total += tl.sum(p, 1) * inverse_unit(BLOCKS) if WEIGHTS == "blocks" else tl.sum(p, 1)
+            total += tl.sum(p, 1) * compute_inverse_unit(BLOCKS) if WEIGHTS == "blocks" else tl.sum(p, 1)
         if WEIGHTS == "int":
             p = (p + _ROUND) - _ROUND
         elif WEIGHTS == "e4m3":
-            p = to_float(p, 3, -6)
+            p = round_to_float(p, 3, -6)
         elif WEIGHTS == "blocks":
             p = round_in_blocks(p, BLOCKS, TOP_EXPONENT)
         if not FULL_SUM:

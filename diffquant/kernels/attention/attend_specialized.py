@@ -12,16 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diffquant.kernels.attention.specialized import (
     LOWEST,
-    key_steps,
+    count_key_steps,
+    is_noise_map,
     load_tiles,
     new_barriers,
-    park,
+    store_noise_rows,
     store_rows,
-    subtract_parked,
-    valid_keys,
-    waits_for_signal,
+    subtract_noise_rows,
+    valid_range,
 )
-from diffquant.kernels.attention.specialized_blocks import attend_blocks, row_codes
+from diffquant.kernels.attention.specialized_blocks import attend_blocks, load_row_scales
 
 
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
@@ -46,9 +46,9 @@ def attend_specialized(
     pair = gl.program_id(0) // tiles % pairs
     query = (tiles - 1 - gl.program_id(0) % tiles) * QUERIES
     sequence = (gl.program_id(0) // tiles // pairs).to(gl.int64)
-    start, valid = valid_keys(starts, ends, sequence, S)
+    start, valid = valid_range(starts, ends, sequence, S)
     position = query + S - T - start
-    whole, steps = key_steps(position, gl.minimum(QUERIES, T - query), valid, BN)
+    whole, steps = count_key_steps(position, gl.minimum(QUERIES, T - query), valid, BN)
 
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], HALF_TYPE)
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], HALF_TYPE)
@@ -112,9 +112,9 @@ def attend_fp8_specialized(
     sequence = (pair // heads).to(gl.int64)
     head = pair % heads
     kv = pair // heads * (heads // group) + head // group
-    start, valid = valid_keys(starts, ends, sequence, S)
+    start, valid = valid_range(starts, ends, sequence, S)
     position = query + S - T - start
-    whole, steps = key_steps(position, gl.minimum(QUERIES, T - query), valid, BN)
+    whole, steps = count_key_steps(position, gl.minimum(QUERIES, T - query), valid, BN)
 
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], gl.int8)
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], gl.int8)
@@ -225,7 +225,7 @@ def _attend(
     for own in range(MAPS):
         row_at = rows_at + (HALF if PACK == 2 else MAPS - 1 - own) * map_rows + query + slot
         if ROUNDED:
-            rows = row_codes(first_scale, second_scale, row_at, inside, SHIFT, ROWS)
+            rows = load_row_scales(first_scale, second_scale, row_at, inside, SHIFT, ROWS)
         elif CODES:
             # Queries of maps that share keys are adjacent rows.
             q_at = rows_at + (query + slot) * 2 + HALF if PACK == 2 else row_at
@@ -254,9 +254,9 @@ def _attend(
             if CODES:
                 value *= gl.load(third + i * DH + column)[None, :]
             values += (value,)
-        if waits_for_signal(own, T, HALF, MAPS, PACK):
+        if is_noise_map(own, T, HALF, MAPS, PACK):
             for i in gl.static_range(PARTS):
-                park(values[i], parked + i * DH + places, kept)
+                store_noise_rows(values[i], parked + i * DH + places, kept)
         else:
             if PACK == 2:
                 # The other warpgroup computed the noise map.
@@ -268,7 +268,7 @@ def _attend(
             for i in gl.static_range(PARTS):
                 value = values[i]
                 if MAPS * PACK == 2:
-                    value = subtract_parked(value, parked + i * DH + places, kept, second)
+                    value = subtract_noise_rows(value, parked + i * DH + places, kept, second)
                 squares += gl.sum(value * value, 1)
                 differences += (value,)
             for i in gl.static_range(PARTS):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @triton.jit
-def seen_by(query, queries, offset, valid):
+def visible_key_range(query, queries, offset, valid):
     """Return the range of keys that each query sees, `first` and exclusive `last`; both are 0 if it sees none.
 
     `query` are indices below `queries`, `offset` is the position of query 0 among the keys, and `valid` is the number
@@ -29,7 +29,7 @@ def seen_by(query, queries, offset, valid):
 
 
 @triton.jit
-def key_blocks(first, last, valid, BN: tl.constexpr):
+def masked_key_bounds(first, last, valid, BN: tl.constexpr):
     """Return three bounds of the keys of a tile whose rows see the keys from `first` to exclusive `last`.
 
     All rows see the keys in [inner, outer), so these need no mask; those in [outer, stop) need one. `inner` and `outer`
@@ -53,7 +53,7 @@ _FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
-def at(strides, sequence, head, position):
+def tensor_offset(strides, sequence, head, position):
     """Return the int64 offset of a sequence, head and position in a tensor whose axes have these strides."""
     return (
         tl.cast(sequence, tl.int64) * strides[0]
@@ -75,7 +75,7 @@ def valid_range(Starts, Ends, sequence, length):
 
 
 @triton.jit
-def key_spans(first, last, keys, STEP: tl.constexpr):
+def causal_key_bounds(first, last, keys, STEP: tl.constexpr):
     """Return the key ranges of a tile whose rows are at positions `first` to `last`.
 
     Returns:
@@ -158,7 +158,7 @@ def attend_tile(
     right = tl.zeros([rows, PART], tl.float32)
     largest = tl.full([rows], LOWEST, tl.float32)
     total = tl.zeros([rows], tl.float32)
-    inner_end, end = key_spans(first, last, keys, STEP)
+    inner_end, end = causal_key_bounds(first, last, keys, STEP)
     # Most keys are in this range; masking them would take a third more instructions.
     left, right, largest, total = attend_keys(
         left, right, largest, total, q, K, V, k_stride, v_stride, 0, inner_end, position,

@@ -22,11 +22,11 @@ from diffquant.family.call import AttentionCall
 from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.online import (
     allow_descriptors,
-    at,
     attend_tile,
     load_rows,
     pair_norm,
     supports_tma,
+    tensor_offset,
     to_float16,
     valid_range,
 )
@@ -60,19 +60,19 @@ def prefill_v1(
     last = tl.minimum(top + ROWS, queries) - 1 + offset
 
     kv_pair = pair // group
-    lam = tl.load(Lam + at(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
-    places = at(out_strides, sequence, pair, top)
+    lam = tl.load(Lam + tensor_offset(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
+    places = tensor_offset(out_strides, sequence, pair, top)
     places += tl.arange(0, ROWS)[:, None] * out_strides[2] + tl.arange(0, VALUE_WIDTH)[None, :]
     inside = (row < queries)[:, None]
 
-    values = V + at(v_strides, sequence, kv_pair, start)
+    values = V + tensor_offset(v_strides, sequence, kv_pair, start)
     if DESCRIBED:
         values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     for is_signal in tl.range(0, 2, num_stages=1):
-        k = (K1 if is_signal else K2) + at(k_strides, sequence, kv_pair, start)
+        k = (K1 if is_signal else K2) + tensor_offset(k_strides, sequence, kv_pair, start)
         if DESCRIBED:
             k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
-        q = (Q1 if is_signal else Q2) + at(q_strides, sequence, pair, top)
+        q = (Q1 if is_signal else Q2) + tensor_offset(q_strides, sequence, pair, top)
         q = load_rows(q, 0, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
         out = attend_tile(
             q, k, values, k_strides[2], v_strides[2], top + offset, last, position, valid, scale,
@@ -119,13 +119,13 @@ def prefill_v2(
     row = top + query
 
     kv_pair = pair // group
-    spot = at(q_strides, sequence, pair, row)[:, None] + tl.arange(0, WIDTH)[None, :]
+    spot = tensor_offset(q_strides, sequence, pair, row)[:, None] + tl.arange(0, WIDTH)[None, :]
     noise = tl.load(Q2 + spot, mask=((row < queries) & is_noise)[:, None], other=0.0)
     # No arithmetic between load and product: it would keep q in registers that the accumulator needs.
     q = tl.load(Q1 + spot, mask=((row < queries) & ~is_noise)[:, None], other=noise)
 
-    k = K + at(k_strides, sequence, kv_pair, start)
-    values = V + at(v_strides, sequence, kv_pair, start)
+    k = K + tensor_offset(k_strides, sequence, kv_pair, start)
+    values = V + tensor_offset(v_strides, sequence, kv_pair, start)
     if DESCRIBED:
         k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
         values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
@@ -139,11 +139,11 @@ def prefill_v2(
     signal = signal.reshape(held, VALUE_WIDTH)
     noise = noise.reshape(held, VALUE_WIDTH)
     row = top + tl.arange(0, held)
-    lam = tl.load(Lam + at(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
+    lam = tl.load(Lam + tensor_offset(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
     out = signal - lam[:, None] * noise
     if NORM:
         out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
-    places = Out + at(out_strides, sequence, pair, top)
+    places = Out + tensor_offset(out_strides, sequence, pair, top)
     places += tl.arange(0, held)[:, None] * out_strides[2] + tl.arange(0, VALUE_WIDTH)[None, :]
     tl.store(places, out.to(Out.dtype.element_ty), mask=(row < queries)[:, None])
 

@@ -19,16 +19,16 @@ from diffquant.kernels.arguments import Operands, call_refusal, register_operato
 from diffquant.kernels.attention.online import (
     LOWEST,
     allow_descriptors,
-    key_blocks,
     load_rows,
+    masked_key_bounds,
     pair_norm,
-    seen_by,
     supports_tma,
     to_float16,
     valid_range,
+    visible_key_range,
 )
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv, swizzle
-from diffquant.kernels.configs import attention_tile, choose_config
+from diffquant.kernels.configs import choose_config, make_attention_config
 from diffquant.kernels.gpu import device_class, fp8_refusal
 
 # log2(448): softmax weights are multiplied by 448, e4m3's largest number, to use its whole range.
@@ -55,8 +55,8 @@ def attend_int8(
     sequence, head = (pair // heads).to(tl.int64), pair % heads
     kv = pair // heads * (heads // group) + head // group
     start, valid = valid_range(starts, ends, sequence, S)
-    first, last = seen_by((tile * BM + tl.arange(0, BM)) // PACK, T, S - T - start, valid)
-    inner, outer, stop = key_blocks(first, last, valid, BN)
+    first, last = visible_key_range((tile * BM + tl.arange(0, BM)) // PACK, T, S - T - start, valid)
+    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
     # A wide V is processed in two halves. e4m3 products are added to the accumulator outside the tensor cores, whose
     # additions keep only about 14 bits, and only one half's products fit in registers at a time. On Ampere, products
     # wider than the number of rows would distribute warps over columns.
@@ -189,10 +189,10 @@ def _pin(x):
 
 # Softmax dominates the time of 8-bit attention, and 128 keys per step rescale half as often as 64.
 TILES = {
-    "prefill_int8/sm_90/64": attention_tile(128, 128, 8, 2),
-    "prefill_int8/sm_90/128": attention_tile(128, 128, 8, 2),
-    "prefill_int8/sm_80/64": attention_tile(128, 64, 8, 2),
-    "prefill_int8/sm_80/128": attention_tile(128, 64, 8, 2),
+    "prefill_int8/sm_90/64": make_attention_config(128, 128, 8, 2),
+    "prefill_int8/sm_90/128": make_attention_config(128, 128, 8, 2),
+    "prefill_int8/sm_80/64": make_attention_config(128, 64, 8, 2),
+    "prefill_int8/sm_80/128": make_attention_config(128, 64, 8, 2),
 }
 PV_TYPES = ("fp16", "fp8")
 

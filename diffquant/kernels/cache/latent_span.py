@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.attention.online import LOWEST
-from diffquant.kernels.cache.decode_cut import keys_of_program
+from diffquant.kernels.cache.decode_cut import find_program_keys
 from diffquant.kernels.cache.decode_span import log2_of_scales
-from diffquant.kernels.cache.kv_layout import channels_in_word, load_words, stored_head, unquantized_ring
+from diffquant.kernels.cache.kv_layout import channels_in_word, head_pointers, load_words, ring_pointers
 from diffquant.kernels.linear.unpacking import unpack_field
 
 
 @triton.jit(do_not_specialize=["window", "one"])
-def latent_share(
+def latent_key_split(
     Q1, Q2, q1_stride, q2_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent,
     Progress, Starts, Ends, Largest, Total, Acc, scale, window, capacity, pairs, noises, queries, tiles, one,
     RESIDUAL: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
@@ -33,7 +33,7 @@ def latent_share(
     """
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    first, position, begin, end, k_packed, v_packed = keys_of_program(
+    first, position, begin, end, k_packed, v_packed = find_program_keys(
         Progress, Starts, Ends, sequence, row, queries, window, RESIDUAL, K_BITS, K_BLOCK, V_BITS, ROWS, TOKENS
     )
 
@@ -42,23 +42,23 @@ def latent_share(
         noise, noise_turned = _queries(Q2, q2_stride, sequence, row - pairs * queries, noises, queries, TURNED, LATENT)
         q += noise
         q_turned += noise_turned
-    k = stored_head(KCodes, KTop, KScales, sequence, capacity, K_BITS, K_BLOCK, TURNED)
-    v = stored_head(VCodes, VTop, VScales, sequence, capacity, V_BITS, 1, LATENT)
+    k = head_pointers(KCodes, KTop, KScales, sequence, capacity, K_BITS, K_BLOCK, TURNED)
+    v = head_pointers(VCodes, VTop, VScales, sequence, capacity, V_BITS, 1, LATENT)
     sums = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, LATENT], tl.float32)
-    sums = latent_span(
+    sums = attend_latent_span(
         sums, q, q_turned, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)), k, v, scale, one,
         K_BITS, K_BLOCK, 0, V_BITS, 0, TURNED, LATENT, TOKENS,
     )  # fmt: skip
     if K_RING:
-        k = unquantized_ring(KRecent + sequence * (K_RING * TURNED))
+        k = ring_pointers(KRecent + sequence * (K_RING * TURNED))
         # Keys may leave their ring in whole blocks, so latents may already be packed where keys are still in the ring.
-        sums = latent_span(
+        sums = attend_latent_span(
             sums, q, q_turned, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k, v,
             scale, one, 16, 1, K_RING, V_BITS, 0, TURNED, LATENT, TOKENS,
         )  # fmt: skip
     if V_RING:
-        v = unquantized_ring(VRecent + sequence * (V_RING * LATENT))
-        sums = latent_span(
+        v = ring_pointers(VRecent + sequence * (V_RING * LATENT))
+        sums = attend_latent_span(
             sums, q, q_turned, first, position, tl.maximum(begin, v_packed), end, k, v, scale, one,
             16, 1, K_RING, 16, V_RING, TURNED, LATENT, TOKENS,
         )  # fmt: skip
@@ -81,7 +81,7 @@ def _queries(Q, stride, sequence, row, heads, queries, TURNED: tl.constexpr, LAT
 
 
 @triton.jit
-def latent_span(
+def attend_latent_span(
     sums, q, q_turned, first, last, begin, end, k, v, scale, one,
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr,
     V_BITS: tl.constexpr, V_RING: tl.constexpr,

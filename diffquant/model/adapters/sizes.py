@@ -84,7 +84,7 @@ def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
     return rope
 
 
-def check_angles(architecture: TransformerArchitecture) -> None:
+def check_rope_angles(architecture: TransformerArchitecture) -> None:
     """Check that a model's rotary settings give an angle for each pair of channels of a head.
 
     Raises:

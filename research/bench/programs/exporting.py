@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment, run_in_turns
+from diffquant.benchmarks.measuring import describe_environment, run_in_turns
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from tests.support.apart import JsonFile, run_apart, tell
@@ -80,7 +80,7 @@ def measure(model: Path, turns: int) -> dict[str, Any]:
         runs = run_in_turns(ways, turns)
     times = {name: median(run["cpu_seconds"] for run in each) for name, each in runs.items()}
     return {
-        "environment": environment(),
+        "environment": describe_environment(),
         "model": model.name,
         "turns": turns,
         "threads": 1,
