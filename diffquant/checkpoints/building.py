@@ -101,7 +101,7 @@ def build_model(
         places: devices, main memory and disk to spread the model over; by default everything is on `device`.
         by_layer: whether each layer's parameters are read just before the layer runs and dropped afterwards. Of the
             embedding, only the rows of a text's tokens are read; the head is not read at all.
-        whole: modules, by the checkpoint's names, whose rows `rewrite` must get all at once.
+        unsplit_modules: modules, by the checkpoint's names, whose rows `rewrite` must get all at once.
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
@@ -165,7 +165,7 @@ def check_places(source: Source, places: OffloadPlan, dtype: torch.dtype) -> Non
     """Check that `places` has a place for every parameter of a model, without reading any.
 
     Raises:
-        UsageError: see `Spread`.
+        UsageError: see `SpreadPlacement`.
     """
     SpreadPlacement(_empty_model(source.architecture), places, dtype)
 

@@ -68,7 +68,7 @@ class Imatrix(PrintableResult):
         """Return the importance [in] of each weight's input channels in float32, with a mean of 1.
 
         Args:
-            widths: number of input channels of each weight that is rounded, by its name in the checkpoint.
+            input_counts: number of input channels of each weight that is rounded, by its name in the checkpoint.
             tensors: names of all tensors of the checkpoint; other entries of the matrix are ignored, with a warning.
 
         Raises:

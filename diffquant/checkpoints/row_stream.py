@@ -88,7 +88,7 @@ def row_blocks(rows: int, width: int, multiple_of: int = 1) -> Iterator[tuple[in
     """Yield the first and last (exclusive) row of each block of a matrix [rows, width].
 
     Args:
-        together: blocks begin at multiples of this number of rows.
+        multiple_of: blocks begin at multiples of this number of rows.
     """
     height = multiple_of * max(1, BLOCK_ELEMENTS // max(1, width) // multiple_of)
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
@@ -98,7 +98,7 @@ def make_copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_be_
     """Return the job that copies a tensor, converted to `dtype`, and raises NonFiniteError for NaN and infinity.
 
     Args:
-        may_mask: whether the tensor may be a buffer with a mask, in which -inf is valid.
+        may_be_mask: whether the tensor may be a buffer with a mask, in which -inf is valid.
     """
     info = checkpoint.tensors[name]
 

@@ -40,7 +40,7 @@ class ModelOutputs:
         return replace(self, values=self.values[positions])
 
     def split(self, split_size: int) -> list[Self]:
-        """Split into consecutive parts of at most `count` positions."""
+        """Split into consecutive parts of at most `split_size` positions."""
         return [replace(self, values=part) for part in self.values.split(split_size)]
 
     @property

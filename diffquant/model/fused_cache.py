@@ -189,7 +189,7 @@ def latent_layer_refusal(
 ) -> str | None:
     """Return why no kernel decodes from a `FusedLayer` with latents, or None.
 
-    A token has `turned` rotated key channels and a latent of `latent` channels.
+    A token has `rotated_width` rotated key channels and a latent of `latent` channels.
     """
     if dtype not in HALF_TYPES:
         return f"the decode kernel supports float16 and bfloat16, not {dtype}"

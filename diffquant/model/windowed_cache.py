@@ -67,7 +67,7 @@ def create_storage(shapes: CachedShapes, layer: int, recipe: Recipe, ranges: Map
     """Create empty storage for a layer's keys and values under a model's recipe.
 
     Args:
-        rows: shapes to cache per token.
+        shapes: shapes to cache per token.
         layer: 0-based index of the layer.
         recipe: recipe of the model.
         ranges: calibrated ranges by "layers.N.k" and "layers.N.v", for static schemes.

@@ -108,7 +108,7 @@ def write_run(
             earlier run's picture is then removed.
         page_name: file name of the page.
         report: function that makes the report from the run's name and the names of the files that its page links to.
-        beside: names of files of the run that were already written.
+        written_files: names of files of the run that were already written.
 
     Returns:
         Paths of the texts, the pictures and the page.

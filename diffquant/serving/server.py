@@ -28,7 +28,7 @@ def run_server(plan: ServerPlan, on_ready: Callable[[], None]) -> None:
     """Run a planned server until it is interrupted.
 
     Args:
-        ready: called once the server answers.
+        on_ready: called once the server answers.
 
     Raises:
         DiffQuantError: the server ended without being interrupted.

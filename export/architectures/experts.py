@@ -99,7 +99,7 @@ def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], num
 
 
 def scale_by(decoder: Decoder, x: str, factor: float, is_float32: bool = False) -> str:
-    """Multiply x by a constant and return the product's name; `is_wide`: x is float32, not the activations' type."""
+    """Multiply x by a constant and return the product's name; `is_float32`: x is float32, not the activations' type."""
     if factor == 1.0:
         return x
     dtype = np.dtype(np.float32) if is_float32 else helper.tensor_dtype_to_np_dtype(decoder.graph.kind)

@@ -88,9 +88,9 @@ def plan_gguf(
 
     Args:
         weights: scheme of the linears if the checkpoint is not quantized.
-        ends: scheme of embedding and head if the checkpoint is not quantized.
+        embedding_and_head: scheme of embedding and head if the checkpoint is not quantized.
         dtype: dtype of matrices that are not quantized; by default the checkpoint's.
-        schemes: scheme of each module by the checkpoint's name, instead of `weights` and `ends`.
+        schemes: scheme of each module by the checkpoint's name, instead of `weights` and `embedding_and_head`.
 
     Raises:
         CheckpointError: llama.cpp cannot run the model, or no ggml type stores some weights; all are named.

@@ -96,7 +96,7 @@ def export_gguf(
         source: a checkpoint folder, quantized or not, or a .gguf file.
         output: a file that ends in .gguf, or a folder to create for the file and a model card.
         weights: scheme of the linears if the checkpoint is not quantized.
-        ends: scheme of embedding and head if the checkpoint is not quantized.
+        embedding_and_head: scheme of embedding and head if the checkpoint is not quantized.
         dtype: dtype of matrices that are not quantized; by default the checkpoint's.
         overwrite: replace an output that diffquant wrote.
         progress: called with the bytes written.

@@ -101,7 +101,7 @@ class ExportedWeights:
         self.model.tie_weights()
 
     def _hook_products(self, exact_bits: Collection[int]) -> None:
-        """Register hooks that round the activations of int8 matmuls while `arithmetic(rounds=True)` is active."""
+        """Register hooks that round the activations of int8 matmuls while `change_arithmetic(rounds=True)` is active."""
         is_tied = self.model.config.tie_word_embeddings
         for name, module in self.model.named_modules():
             matrix = self._plan.matrices.get(EMBEDDING if is_tied and f"{name}.weight" == HEAD else f"{name}.weight")
@@ -122,7 +122,7 @@ class ExportedWeights:
         return (self._rounded(inputs[0], rounding, block),) if self._is_rounding else None
 
     def _hook_results(self) -> None:
-        """Register hooks that add noise to every module's output while `arithmetic(noise=...)` is active."""
+        """Register hooks that add noise to every module's output while `change_arithmetic(noise=...)` is active."""
         stored = SUM if self._plan.options.dtype == "float32" else 2.0**-11
         for module in self.model.modules():
             if isinstance(module, nn.Linear | nn.LayerNorm | LlamaRMSNorm):

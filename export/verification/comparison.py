@@ -63,7 +63,7 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 @dataclass
 class Comparison:
-    """Compares an exported folder with its torch reference in every session and by all `verification.routes`."""
+    """Compares an exported folder with its torch reference in every session and by all routes (`iterate_routes`)."""
 
     folder: Path
     manifest: Manifest

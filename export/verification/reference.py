@@ -82,7 +82,7 @@ class Reference(ExportedWeights):
         return self._set(cache=cache, _is_other_cache=cache is not self.cache)
 
     def use_call_pattern(self, reading: CallPattern) -> AbstractContextManager[None]:
-        """Inside the context, split sequences into calls and run them behind a past as the `Reading` specifies."""
+        """Inside the context, split sequences into calls and run them behind a past as the `CallPattern` specifies."""
         return self._set(_reading=reading)
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ class Reference(ExportedWeights):
         return keys, values
 
     def convert_past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
-        """Convert an exported model's cached keys and values, and its recurrent states, for a `Reading`.
+        """Convert an exported model's cached keys and values, and its recurrent states, for a `CallPattern`.
 
         Args:
             keys, values: [1, KV pairs, tokens, entries], as stored.

@@ -1,4 +1,4 @@
-"""The result of a verification: errors with their limits, by session and route (see `routes`)."""
+"""The result of a verification: errors with their limits, by session and route (see `iterate_routes`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -38,7 +38,7 @@ class SessionSettings:
     is_folder: bool = False
 
     def open(self, folder: Path, threads: int, extra_outputs: Sequence[str], device: str) -> OnnxModel:
-        """Open the folder, with the values named in `seen` as extra outputs."""
+        """Open the folder, with the values named in `extra_outputs` as extra outputs."""
         return OnnxModel(
             folder,
             threads,

@@ -34,7 +34,7 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads"
 
 
 class Recordings:
-    """Stand-in for `record` that counts.
+    """Stand-in for `record_cuda_graph` that counts.
 
     Attributes:
         replays: number of replays of each recording.

@@ -38,7 +38,7 @@ def _quotient(x, step, inverse):
 def compute_logit_extremes(
     q1, q2, k1, k2, q_steps, k_steps, k_maps, starts, ends, top, bottom, q_strides, k_strides,
     heads, group, T, S, scale,
-    MAPS: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
+    MAPS: tl.constexpr, USE_TMA: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute the largest and smallest visible logit of each query of a tile; both are 0 for a query that sees no key.
@@ -58,7 +58,7 @@ def compute_logit_extremes(
     q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
     k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
     k += tl.cast(start, tl.int64) * k_strides[2]
-    if DESCRIBED:
+    if USE_TMA:
         k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
     row = map_of_pair.to(tl.int64) * T + query
     if k_steps is not None:
@@ -67,10 +67,10 @@ def compute_logit_extremes(
     high = tl.full([BM], -float("inf"), tl.float32)
     low = tl.full([BM], float("inf"), tl.float32)
     high, low = _extremes_among(
-        high, low, q, k, k_steps, k_strides[2], inner, outer, first, last, valid, False, DESCRIBED, D, BN
+        high, low, q, k, k_steps, k_strides[2], inner, outer, first, last, valid, False, USE_TMA, D, BN
     )
     high, low = _extremes_among(
-        high, low, q, k, k_steps, k_strides[2], outer, stop, first, last, valid, True, DESCRIBED, D, BN
+        high, low, q, k, k_steps, k_strides[2], outer, stop, first, last, valid, True, USE_TMA, D, BN
     )
     # Rounding is monotonic, so the largest product is also the largest after scaling.
     tl.store(top + row, tl.where(first < last, high * scale, 0.0), mask=query < T)
@@ -94,10 +94,10 @@ def _apply_steps(products, k_steps, n, BN: tl.constexpr):
 @triton.jit
 def _extremes_among(
     high, low, q, k, k_steps, k_stride, begin, stop, first, last, valid,
-    MASKED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, USE_TMA: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     for n in tl.range(begin, stop, BN):
-        rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
+        rows = load_rows(k, n, 0, valid, k_stride, BN, D, USE_TMA, MASKED)
         logits = _apply_steps(tl.dot(q, rows.T), k_steps, n, BN)
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
@@ -112,11 +112,11 @@ def _extremes_among(
 
 @triton.jit(do_not_specialize=["T", "S"])
 def attend_rounded(
-    q1, q2, k1, k2, q_steps, k_steps, k_maps, v, lam, starts, ends, weight, top, steps, out, parked, clipped,
+    q1, q2, k1, k2, q_steps, k_steps, k_maps, v, lam, starts, ends, weight, top, steps, out, noise_rows, clipped,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     heads, group, T, S, scale, log2e, levels, weight_step, eps, factor,
     MAPS: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr,
-    WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, USE_TMA: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of BM queries of one pair, one map after the other; q and k as in `compute_logit_extremes`.
@@ -139,14 +139,14 @@ def attend_rounded(
     at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
     stored = (query < T)[:, None]
     values = v + sequence * v_strides[0] + head // group * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
-    if DESCRIBED:
+    if USE_TMA:
         values = tl.make_tensor_descriptor(values, [valid, DV], [v_strides[2], 1], [BN, DH])
     for own in tl.range(0, MAPS, num_stages=1):
         q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
         q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
         k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
         k += tl.cast(start, tl.int64) * k_strides[2]
-        if DESCRIBED:
+        if USE_TMA:
             k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
         row = (pair * MAPS + own).to(tl.int64) * T + query
         largest = tl.load(top + row, mask=query < T, other=0.0)
@@ -168,12 +168,12 @@ def attend_rounded(
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], inner, outer,
             first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
-            False, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
+            False, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, USE_TMA, D, DH, HALVES, BN,
         )  # fmt: skip
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], outer, stop,
             first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
-            True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
+            True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, USE_TMA, D, DH, HALVES, BN,
         )  # fmt: skip
         if SHIFT:
             tl.store(clipped + row, below, mask=query < T)
@@ -182,14 +182,14 @@ def attend_rounded(
         y = tl.where((last > 0)[:, None], y * (1 / tl.where(total == 0, 1.0, total))[:, None], 0.0)
         if own + 1 < MAPS:
             # In fp16 whatever the output's dtype, since bfloat16 would lose precision of the difference.
-            tl.store(parked + at, to_float16(y), mask=stored)
+            tl.store(noise_rows + at, to_float16(y), mask=stored)
             # A thread may read what another one stored.
             tl.debug_barrier()
         else:
             if MAPS == 2:
                 second = sequence * lam_strides[0] + head * lam_strides[1] + query.to(tl.int64) * lam_strides[2]
                 second = tl.load(lam + second, mask=query < T, other=0.0)
-                y = tl.load(parked + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
+                y = tl.load(noise_rows + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
             if NORM:
                 y = pair_norm(y, weight, eps, factor, DV)
             tl.store(out + at, y.to(out.dtype.element_ty), mask=stored)
@@ -201,13 +201,13 @@ def _attend_among(
     largest, step, inverse, code, log2e, levels, weight_step,
     MASKED: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr,
     FULL_SUM: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     D: tl.constexpr, DH: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     unit = (step * log2e)[:, None]
     floor = (-(levels + 0.5) * step)[:, None]
     for n in tl.range(begin, stop, BN):
-        rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
+        rows = load_rows(k, n, 0, valid, k_stride, BN, D, USE_TMA, MASKED)
         logits = _apply_steps(tl.dot(q, rows.T), k_steps, n, BN) * scale
         if SHIFT or not LOGITS:
             logits -= largest[:, None]
@@ -242,7 +242,7 @@ def _attend_among(
         if not FULL_SUM:
             total += tl.sum(p, 1)
         p = p.to(q.dtype)
-        left = tl.dot(p, load_rows(values, n, 0, valid, v_stride, BN, DH, DESCRIBED, MASKED), left)
+        left = tl.dot(p, load_rows(values, n, 0, valid, v_stride, BN, DH, USE_TMA, MASKED), left)
         if HALVES == 2:
-            right = tl.dot(p, load_rows(values, n, DH, valid, v_stride, BN, DH, DESCRIBED, MASKED), right)
+            right = tl.dot(p, load_rows(values, n, DH, valid, v_stride, BN, DH, USE_TMA, MASKED), right)
     return left, right, total, below

@@ -88,13 +88,13 @@ def causal_key_bounds(first, last, keys, STEP: tl.constexpr):
 @triton.jit
 def load_rows(
     source, first, column, bound, stride,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, EDGE: tl.constexpr,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Load a tile [STEP, WIDTH] that begins at row `first` and a column; rows from `bound` on are 0.
 
-    `source` is a TMA descriptor if DESCRIBED, else a pointer. A pointer's rows are compared with `bound` only if EDGE.
+    `source` is a TMA descriptor if USE_TMA, else a pointer. A pointer's rows are compared with `bound` only if EDGE.
     """
-    if DESCRIBED:
+    if USE_TMA:
         rows = source.load([first, column])
     else:
         row = tl.arange(0, STEP)
@@ -107,7 +107,7 @@ def load_rows(
 @triton.jit
 def attend_keys(
     left, right, largest, total, q, K, V, k_stride, v_stride, begin, end, position, keys, scale,
-    EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
+    EDGE: tl.constexpr, USE_TMA: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Continue an online softmax over keys `begin` to `end`; return the updated accumulators, maxima and sums.
@@ -120,7 +120,7 @@ def attend_keys(
         EDGE: whether some rows do not see all of these keys, so that logits are masked.
     """
     for first in tl.range(begin, end, STEP):
-        k = load_rows(K, first, 0, keys, k_stride, STEP, WIDTH, DESCRIBED, EDGE)
+        k = load_rows(K, first, 0, keys, k_stride, STEP, WIDTH, USE_TMA, EDGE)
         logits = tl.dot(q, k.T)
         if EDGE:
             column = first + tl.arange(0, STEP)
@@ -133,10 +133,10 @@ def attend_keys(
         total = total * shrink + tl.sum(weights, 1)
         largest = raised
         weights = weights.to(q.dtype)
-        v = load_rows(V, first, 0, keys, v_stride, STEP, PART, DESCRIBED, EDGE)
+        v = load_rows(V, first, 0, keys, v_stride, STEP, PART, USE_TMA, EDGE)
         left = tl.dot(weights, v, left * shrink[:, None])
         if PARTS == 2:
-            v = load_rows(V, first, PART, keys, v_stride, STEP, PART, DESCRIBED, EDGE)
+            v = load_rows(V, first, PART, keys, v_stride, STEP, PART, USE_TMA, EDGE)
             right = tl.dot(weights, v, right * shrink[:, None])
     return left, right, largest, total
 
@@ -144,7 +144,7 @@ def attend_keys(
 @triton.jit
 def attend_tile(
     q, K, V, k_stride, v_stride, first, last, position, keys, scale,
-    DESCRIBED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q·Kᵀ·scale)·V of one tile, float32 [rows, PART · PARTS]; rows without visible keys get 0.
@@ -162,11 +162,11 @@ def attend_tile(
     # Most keys are in this range; masking them would take a third more instructions.
     left, right, largest, total = attend_keys(
         left, right, largest, total, q, K, V, k_stride, v_stride, 0, inner_end, position,
-        keys, scale, False, DESCRIBED, STEP, WIDTH, PART, PARTS,
+        keys, scale, False, USE_TMA, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
     left, right, largest, total = attend_keys(
         left, right, largest, total, q, K, V, k_stride, v_stride, inner_end, end, position,
-        keys, scale, True, DESCRIBED, STEP, WIDTH, PART, PARTS,
+        keys, scale, True, USE_TMA, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
     # A query beyond the valid range is padding.
     blind = (total == 0) | (position >= keys)

@@ -40,7 +40,7 @@ def prefill_v1(
     Q1, Q2, K1, K2, V, Lam, Out, Parked, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, scale, eps, factor,
-    NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    NORM: tl.constexpr, USE_TMA: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the output [B, h, T, dv] of q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv] and λ [B, h, T].
@@ -66,17 +66,17 @@ def prefill_v1(
     inside = (row < queries)[:, None]
 
     values = V + tensor_offset(v_strides, sequence, kv_pair, start)
-    if DESCRIBED:
+    if USE_TMA:
         values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     for is_signal in tl.range(0, 2, num_stages=1):
         k = (K1 if is_signal else K2) + tensor_offset(k_strides, sequence, kv_pair, start)
-        if DESCRIBED:
+        if USE_TMA:
             k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
         q = (Q1 if is_signal else Q2) + tensor_offset(q_strides, sequence, pair, top)
         q = load_rows(q, 0, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
         out = attend_tile(
             q, k, values, k_strides[2], v_strides[2], top + offset, last, position, valid, scale,
-            DESCRIBED, STEP, WIDTH, PART, PARTS,
+            USE_TMA, STEP, WIDTH, PART, PARTS,
         )  # fmt: skip
         if is_signal:
             # A thread may read what another one stored.
@@ -96,7 +96,7 @@ def prefill_v2(
     Q1, Q2, K, V, Lam, Out, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, scale, eps, factor,
-    NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    NORM: tl.constexpr, USE_TMA: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the output as in `prefill_v1` if both maps share K [B, h_kv, S, d]; ROWS / 2 queries fill a tile."""
@@ -126,12 +126,12 @@ def prefill_v2(
 
     k = K + tensor_offset(k_strides, sequence, kv_pair, start)
     values = V + tensor_offset(v_strides, sequence, kv_pair, start)
-    if DESCRIBED:
+    if USE_TMA:
         k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
         values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     both = attend_tile(
         q, k, values, k_strides[2], v_strides[2], top + offset, last, row + offset, valid, scale,
-        DESCRIBED, STEP, WIDTH, PART, PARTS,
+        USE_TMA, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
 
     both = both.reshape(ROWS // 16, 2, 8, VALUE_WIDTH).permute(0, 2, 3, 1)
@@ -196,14 +196,14 @@ def _launch(x: Operands) -> Tensor:
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)
     # V1's noise map is stored in the output's memory.
-    parked = (out.view(torch.float16),) if has_own_keys else ()
+    noise_rows = (out.view(torch.float16),) if has_own_keys else ()
     per_tile = tile["queries"] if has_own_keys else tile["queries"] // 2
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](
-            *x.q, *x.k, v, lam, out, *parked, x.starts, x.ends, x.weight,
+            *x.q, *x.k, v, lam, out, *noise_rows, x.starts, x.ends, x.weight,
             x.q[0].stride()[:3], x.k[0].stride()[:3], v.stride()[:3], lam.stride()[:3], out.stride()[:3],
             pairs, pairs // kv_pairs, queries, keys, x.scale * log2(e), x.eps, x.factor,
-            NORM=x.normed, DESCRIBED=described,
+            NORM=x.normed, USE_TMA=described,
             ROWS=tile["queries"], STEP=tile["keys"], WIDTH=width, PART=part, PARTS=value_width // part,
             num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=True,
         )  # fmt: skip

@@ -167,7 +167,7 @@ def _launch(
         compute_logit_extremes[(triton.cdiv(length, tile["queries"]) * batch * heads * maps,)](
             q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, x.starts, x.ends, top, bottom,
             q[0].stride()[:3], k[0].stride()[:3], *lengths, x.scale,
-            MAPS=maps, DESCRIBED=described, D=width, BM=tile["queries"], BN=tile["keys"],
+            MAPS=maps, USE_TMA=described, D=width, BM=tile["queries"], BN=tile["keys"],
             num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=False,
         )  # fmt: skip
         largest = _largest_of_shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
@@ -180,18 +180,18 @@ def _launch(
             q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
             None if lam is None else lam.stride()[:3], out.stride()[:3],
         )  # fmt: skip
-        parked = out.view(torch.float16)
+        noise_rows = out.view(torch.float16)
         # No fused multiply-add: values at the border between two codes depend on products being rounded to float32.
         if specialized:
             launch_specialized(
-                q, k, v, (lam, x.starts, x.ends, x.weight, top, scales, clipped, out, parked, *strides),
+                q, k, v, (lam, x.starts, x.ends, x.weight, top, scales, clipped, out, noise_rows, *strides),
                 (x.scale, log2(e), 2.0**bits - 1, x.eps, x.factor), rounded=True, shift=shift, normed=x.normed,
             )  # fmt: skip
         else:
             attend_rounded[(triton.cdiv(length, tile["queries"]) * batch * heads,)](
                 q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, v, lam, x.starts, x.ends, x.weight, top, scales,
-                out, parked, clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
-                MAPS=maps, **of_weights, SHIFT=shift, NORM=x.normed, DESCRIBED=described,
+                out, noise_rows, clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
+                MAPS=maps, **of_weights, SHIFT=shift, NORM=x.normed, USE_TMA=described,
                 D=width, DV=value_width,
                 HALVES=2 if value_width > tile["queries"] and not described else 1, BM=tile["queries"], BN=tile["keys"],
                 num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=False,

@@ -177,7 +177,7 @@ def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 def _quantize(
     states, of_tokens, Scales, BITS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Compute unsigned codes, as the integer formats' `codes` does; also store per-channel scales."""
+    """Compute unsigned codes, as the integer formats' `encode` does; also store per-channel scales."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     if BLOCK > 1:
         scale = _scale(tl.max(tl.abs(states), 0), BITS, LIMIT, DTYPE)[None, :]

@@ -142,7 +142,7 @@ def _combine_shares(
 
 
 def make_decode_config(tokens: int, warps: int, blocks: int) -> Config:
-    """Return a launch configuration of `decode_share` as a table's entry.
+    """Return a launch configuration of `decode_key_split` as a table's entry.
 
     Args:
         tokens: number of tokens per warp and step, a multiple of 16.
@@ -283,10 +283,10 @@ def choose_split_count(programs_per_split: int, steps: int, programs_per_wave: i
     """Return the number of splits of the keys (split-K) with the shortest estimated run time.
 
     Args:
-        others: programs per split.
+        programs_per_split: programs per split.
         steps: key blocks in total.
-        room: programs that run at a time, one wave.
-        start: fixed cost of a wave, in key blocks.
+        programs_per_wave: programs that run at a time, one wave.
+        start_cost: fixed cost of a wave, in key blocks.
     """
 
     def steps_in_a_row(shares: int) -> float:

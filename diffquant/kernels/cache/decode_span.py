@@ -1,4 +1,4 @@
-"""The loop of `decode_share` over a range of keys: loads, logits and weighted values of each step.
+"""The loop of `decode_key_split` over a range of keys: loads, logits and weighted values of each step.
 
 Each warp processes different tokens with separate accumulators. Products are transposed, K·Qᵀ and Vᵀ·Pᵀ, so that K and
 V are left operands, which tensor cores read from registers in the order in which they were loaded. The loop uses

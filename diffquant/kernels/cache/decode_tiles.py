@@ -1,4 +1,4 @@
-"""Loads queries and scales of `decode_share` in the register layout of tensor cores, without shared memory.
+"""Loads queries and scales of `decode_key_split` in the register layout of tensor cores, without shared memory.
 
 A right operand [WARPS, channels, rows] is loaded as [(chunk, half, warp, row), 8]: thread 4g + t holds channels 2t and
 2t + 1 of row g. Per-token numbers are loaded as [(16 tokens, half, warp), 32] by the threads whose logits need them;

@@ -28,7 +28,7 @@ _LEAST_ROWS = 16
 
 
 def _latent_tile(tokens: int, warps: int, blocks: int) -> Config:
-    """Return a configuration of `latent_share` with at most 32 query rows.
+    """Return a configuration of `latent_key_split` with at most 32 query rows.
 
     All warps process the same tokens, `tokens` · `warps` per step. The number of rows is a power of two from 16 on.
     """
@@ -94,7 +94,7 @@ def decode_latent(
             q[0], q[1] if noises else None, q[0].stride()[:3], q[-1].stride()[:3], *keys.tensors, *values.tensors,
             store.progress, starts, ends, *sums,
             scale * log2(e), mask.window, store.capacity, pairs, noises, queries, cut.tiles, 1,
-            RESIDUAL=max(keys.residual, values.residual), TURNED=keys.width, LATENT=values.width,
+            RESIDUAL=max(keys.residual, values.residual), ROTATED=keys.width, LATENT=values.width,
             K_BITS=keys.scheme.bits, K_BLOCK=keys.tokens_per_scale, K_RING=keys.ring_size,
             V_BITS=values.scheme.bits, V_RING=values.ring_size, ROWS=rows, TOKENS=step, **cut.options,
         )  # fmt: skip

@@ -128,7 +128,7 @@ class ComparedModel(ABC):
         """Return the next-token distributions at positions `first` to n - 2 of a chunk.
 
         Args:
-            number: index of the chunk in the text.
+            chunk_index: index of the chunk in the text.
             ids: its token ids [n], the first one replaced by `bos_token_id` if there is one.
         """
 

@@ -94,7 +94,7 @@ def register(model_type: str, *, supports_windows: bool = False) -> Callable[[Re
     """Register a function as the reader of config.json files with a `model_type`.
 
     Args:
-        windows: whether the reader supports sliding windows. If not, configurations with a window are refused.
+        supports_windows: whether the reader supports sliding windows. If not, configurations with a window are refused.
 
     Raises:
         ValueError: that type already has a reader.
@@ -126,7 +126,7 @@ def refuse_windows(config: Mapping[str, Any]) -> None:
 
 
 def count_pairs(heads: int, config_key: str) -> int:
-    """Return the number of pairs for a number of heads; `key` is its key in config.json, for the message.
+    """Return the number of pairs for a number of heads; `config_key` is its key in config.json, for the message.
 
     Raises:
         CheckpointError: the number of heads is odd.

@@ -91,7 +91,7 @@ def search_scale(
         values: [..., n] float32; the n values of the last axis share a scale.
         number_format: format of the codes.
         dtype: dtype of the stored scale.
-        weights: factor of each squared error, of a shape that broadcasts to that of `values`; 1 by default.
+        importance: factor of each squared error, of a shape that broadcasts to that of `values`; 1 by default.
 
     Returns:
         [..., 1].
