@@ -70,7 +70,7 @@ class BenchOptions:
         return self.dtype or _DEFAULT_DTYPES[self.device]
 
     def workloads(self, context_factor: int) -> list[Workload]:
-        """Return the workloads: prefill if `context_factor` is 1, else decoding a token at `context_factor` times longer contexts."""
+        """Return the workloads: prefill if the factor is 1, else decoding a token at contexts longer by the factor."""
         made = [
             Workload(
                 find_model(name),

@@ -37,7 +37,7 @@ def read_streams_function(streams: int, sinkhorn_iterations: int, opset: int) ->
 
     Args:
         streams: number E of residual streams.
-        sinkhorn_iterations: number of Sinkhorn iterations: rows of the mixing matrix, then columns, are divided by their sums.
+        sinkhorn_iterations: how often rows of the mixing matrix, then columns, are divided by their sums.
         opset: the model's version of the standard domain, 18 or later.
     """
     signature = f"{READ_STREAMS} (x, weight, projection, alpha, bias) => (read, mixed, writes)"

@@ -125,7 +125,7 @@ class OnnxModel:
         return self.cache
 
     def allocate_cache(self, batch: int, token_capacity: int = 0) -> list[ort.OrtValue]:
-        """Allocate empty caches on the device: `cache.inputs` with space for `token_capacity` tokens, then initial states."""
+        """Allocate caches on the device, each with space for `token_capacity` tokens, then initial states."""
         if self.cache is None:
             return []
         shape = (batch, self.cache.kv_pairs, token_capacity, self.cache.width)

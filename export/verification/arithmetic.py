@@ -101,7 +101,7 @@ class ExportedWeights:
         self.model.tie_weights()
 
     def _hook_products(self, exact_bits: Collection[int]) -> None:
-        """Register hooks that round the activations of int8 matmuls while `change_arithmetic(rounds=True)` is active."""
+        """Register hooks that round activations of int8 matmuls inside `change_arithmetic(rounds=True)`."""
         is_tied = self.model.config.tie_word_embeddings
         for name, module in self.model.named_modules():
             matrix = self._plan.matrices.get(EMBEDDING if is_tied and f"{name}.weight" == HEAD else f"{name}.weight")

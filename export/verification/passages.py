@@ -108,7 +108,7 @@ def run_far_tokens(
         outputs: names of the graph's values to return.
 
     Yields:
-        For calls that are compared together: the reference's `CallPattern`, each call's token ids [B, T], and each call's
+        For calls that are compared together: the reference's `CallPattern`, each call's token ids [B, T], and its
         `outputs`, [B, T, ...] each.
     """
     text = np.concatenate(passages, 1)

@@ -8,7 +8,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.latent import TILES, decode_latent
 from diffquant.recipe import Recipe
-from tests.support.latent_inputs import LATENT, SCALE, ROTATED, random_latents
+from tests.support.latent_inputs import LATENT, ROTATED, SCALE, random_latents
 from tests.support.offline import SHARED_LIMIT, compiled
 from tests.support.thorough import thorough
 

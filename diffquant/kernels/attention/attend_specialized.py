@@ -145,7 +145,10 @@ def attend_fp8_specialized(
         lam += sequence * lam_strides[0] + head.to(gl.int64) * lam_strides[1]
         lam_stride = lam_strides[2]
     _attend_tile(
-        (lam, weight, q_scale, k_scale + kv * MAPS * (padded // BN), v_scale + kv * DV, out + out_at, noise_rows + out_at),
+        (
+            lam, weight, q_scale, k_scale + kv * MAPS * (padded // BN), v_scale + kv * DV, out + out_at,
+            noise_rows + out_at,
+        ),
         (lam_stride, out_strides[2], q_row, rows, query, position, T, valid, whole, steps, padded // BN),
         (1.0, 0.0, 0.0, eps, factor), buffers,
         ((q_source, q_source, q_source, q_source), (k_source, k_source), v_source, q_rows, q_columns,

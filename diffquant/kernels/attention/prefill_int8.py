@@ -38,8 +38,8 @@ _E4M3_TOP = tl.constexpr(8.807354922057604)
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @triton.jit(do_not_specialize=["T", "S"])
 def attend_int8(
-    q8, k8, v, q_scale, k_scale, v_scale, lam, starts, ends, weight, out, noise_rows, v_strides, lam_strides, out_strides,
-    heads, group, T, S, rows, padded, eps, factor,
+    q8, k8, v, q_scale, k_scale, v_scale, lam, starts, ends, weight, out, noise_rows,
+    v_strides, lam_strides, out_strides, heads, group, T, S, rows, padded, eps, factor,
     NORM: tl.constexpr, MAPS: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, USE_TMA: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,

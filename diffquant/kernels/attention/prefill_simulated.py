@@ -190,7 +190,8 @@ def _launch(
         else:
             attend_rounded[(triton.cdiv(length, tile["queries"]) * batch * heads,)](
                 q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, v, lam, x.starts, x.ends, x.weight, top, scales,
-                out, noise_rows, clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
+                out, noise_rows, clipped, *strides, *lengths,
+                x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
                 MAPS=maps, **of_weights, SHIFT=shift, NORM=x.normed, USE_TMA=described,
                 D=width, DV=value_width,
                 HALVES=2 if value_width > tile["queries"] and not described else 1, BM=tile["queries"], BN=tile["keys"],
