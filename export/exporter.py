@@ -117,7 +117,7 @@ def write_export(
         ranges = read_ranges(Path(ranges), checked)
     scales = _cache_scales(checked, options, ranges)
     decoder = plan.decoder(plan, scales)
-    decoder.emit()
+    decoder.add_all_nodes()
     streamed = decoder.linears.streamed
     initializers, nbytes = assign_offsets(streamed, options.layout.data_name)
     model = decoder.model(decoder.linears.with_views(initializers))

@@ -37,7 +37,7 @@ def test_the_version_of_a_module_itself_counts_before_its_package_s(monkeypatch)
 
 @thorough
 def test_processes_agree():
-    program = f"from diffquant.support.installation import code_digest; print(code_digest({MODEL_MODULES!r}))"
+    program = f"from diffquant.support.installation import result_version_digest; print(result_version_digest({MODEL_MODULES!r}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == result_version_digest(reversed(MODEL_MODULES))
 
@@ -62,7 +62,7 @@ def installed(tmp_path_factory):
 
 
 def commit_of(folder):
-    program = "from diffquant.support.installation import commit; print(commit() or '')"
+    program = "from diffquant.support.installation import find_commit; print(find_commit() or '')"
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr

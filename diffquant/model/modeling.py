@@ -111,7 +111,7 @@ class DiffTransformerModel(Decoder):
         graphs = None
         if isinstance(cache, FusedCache):
             graphs = self.__dict__.pop(_GRAPHS, None)
-            graphs = graphs if graphs is not None and graphs.suits(self) else GraphedSteps()
+            graphs = graphs if graphs is not None and graphs.is_model_unchanged(self) else GraphedSteps()
             cache.plan_memory_for(tokens, graphs.reuse_store)
         return graphs or GraphedSteps()
 

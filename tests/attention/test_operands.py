@@ -28,11 +28,11 @@ PADDED[0, :4] = PADDED[1, -3:] = False
 def in_numpy(x, valid, scheme, is_keys):
     """x [B, H, T, d] with each scale's entries rounded by themselves, and what is padding at zero."""
     out = np.zeros(x.shape)
-    size, largest = scheme.size or x.shape[2], 2 ** (scheme.bits - 1) - 1
+    size, largest = scheme.granularity_size or x.shape[2], 2 ** (scheme.bits - 1) - 1
     for b, sequence in enumerate(x.double().numpy()):
         real = valid[b].numpy()
         heads = sequence * real[:, None]
-        if scheme.has("smooth") and is_keys:
+        if scheme.has_transform("smooth") and is_keys:
             heads = (heads - heads.sum(1, keepdims=True) / real.sum()) * real[:, None]
         top = np.abs(heads).max()
         for h, head in enumerate(heads):

@@ -50,14 +50,14 @@ def weights_in_numpy(logits, visible, scheme):
         if not seen.any():
             continue
         row = np.where(seen, np.exp(np.where(seen, logits[at] - logits[at][seen].max(), -np.inf)), 0.0)
-        size = scheme.size or len(row)
+        size = scheme.granularity_size or len(row)
         rounded = np.zeros_like(row)
         for first in range(0, len(row), size):
             part = row[first : first + size]
-            largest = part.max() if scheme.size else 1.0
-            scale = 2.0**-8 if scheme.has("pow2") else largest / top_level(scheme)
+            largest = part.max() if scheme.granularity_size else 1.0
+            scale = 2.0**-8 if scheme.has_transform("pow2") else largest / top_level(scheme)
             rounded[first : first + size] = to_grid(part, scheme, scale or 1.0)
-        out[at] = rounded / (row if scheme.has("fullsum") else rounded).sum()
+        out[at] = rounded / (row if scheme.has_transform("fullsum") else rounded).sum()
     return out
 
 
@@ -66,8 +66,8 @@ def values_in_numpy(v, valid, scheme):
     for b, sequence in enumerate(v * valid[:, None, :, None]):
         for h, head in enumerate(sequence):
             for t, c in np.ndindex(head.shape):
-                first = t // (scheme.size or 1) * (scheme.size or 1)
-                block = head[first : first + (scheme.size or 1)]
+                first = t // (scheme.granularity_size or 1) * (scheme.granularity_size or 1)
+                block = head[first : first + (scheme.granularity_size or 1)]
                 shared = {
                     "column": head[:, c], "group": block[:, c], "row": head[t], "head": head, "tensor": sequence,
                     "block": block,

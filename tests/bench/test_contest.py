@@ -113,8 +113,8 @@ def test_a_peer_that_raises_is_named_with_its_error(monkeypatch):
 
 def allocating(call):
     """A known allocation: as many floats as a call has logits in one map; nothing is left of it but the output."""
-    torch.ones(call.v.shape[2] * call.length * call.q[0].shape[1])
-    return torch.ones(call.q[0].shape[0], call.q[0].shape[1], call.length, call.v.shape[-1])
+    torch.ones(call.v.shape[2] * call.query_count * call.q[0].shape[1])
+    return torch.ones(call.q[0].shape[0], call.q[0].shape[1], call.query_count, call.v.shape[-1])
 
 
 # Linux counts pages to within a quarter of a megabyte.

@@ -97,8 +97,8 @@ def test_knowing_a_folder_needs_no_onnx():
     code = """
 import sys
 from pathlib import Path
-from diffquant.onnx.targets import target_of
-assert target_of(Path(".")) is None
+from diffquant.onnx.targets import export_format_of
+assert export_format_of(Path(".")) is None
 print(*sys.modules)
 """
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

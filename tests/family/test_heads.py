@@ -21,7 +21,7 @@ LAYOUTS = {"v1": V1, "v2": V2, "plain": PLAIN, "grouped": GROUPED}
 
 def numbered(layout, projection):
     """A projection's output for two sequences of one token; each number says which row made it."""
-    rows = torch.arange(layout.height(projection))
+    rows = torch.arange(layout.row_count(projection))
     return torch.stack([rows, rows + 1000])[:, None]
 
 
@@ -50,8 +50,8 @@ def test_four_signal_heads_stand_before_their_noise_head():
 
 @in_one_test("layout", LAYOUTS.values())
 def test_a_rows_order_and_the_view_of_an_output_agree(layout):
-    for projection, view in zip(PROJECTIONS, (layout.queries, layout.keys, layout.values), strict=True):
-        assert torch.equal(layout.rows(projection), view(numbered(layout, projection))[0, :, 0])
+    for projection, view in zip(PROJECTIONS, (layout.view_queries, layout.view_keys, layout.view_values), strict=True):
+        assert torch.equal(layout.channel_rows(projection), view(numbered(layout, projection))[0, :, 0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -64,8 +64,8 @@ def test_a_reordered_projection_has_the_same_heads(layout, projection):
     for source, target in product(orders, orders):
         moved = source.permutation_to(target, projection)
         if moved is None:
-            moved = torch.arange(source.height(projection))
-        assert torch.equal(moved[target.rows(projection)], source.rows(projection))
+            moved = torch.arange(source.row_count(projection))
+        assert torch.equal(moved[target.channel_rows(projection)], source.channel_rows(projection))
         back = target.permutation_to(source, projection)
         assert torch.equal(moved if back is None else moved[back], torch.arange(len(moved)))
 
@@ -87,7 +87,7 @@ def attention(layout, q, k, v, lam):
     """softmax(q1·k1)·v - λ·softmax(q2·k2)·v in float64, a signal head and a query at a time, heads found by index."""
     length, out = q.shape[0], torch.zeros(q.shape[0], layout.pairs, layout.value_dim, dtype=torch.float64)
     group = layout.signals_per_noise + 1
-    kv_of_noise = layout.noises // layout.kv_pairs
+    kv_of_noise = layout.noise_heads // layout.kv_pairs
     for s in range(layout.pairs):
         noise = s // layout.signals_per_noise
         kv = noise // kv_of_noise

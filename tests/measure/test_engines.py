@@ -171,7 +171,7 @@ def copied_from(folder):
 def test_a_shard_loads_as_few_sets_of_weights_as_can_be(model, tmp_path):
     seen = []
     for number in (1, 2, 3):
-        engine = lambda run, progress: seen.append({cell.weights for cell in run.cells})  # noqa: E731
+        engine = lambda run, progress: seen.append({cell.weights_key for cell in run.cells})  # noqa: E731
         with pytest.raises(DiffQuantError, match="is gone"):
             run_sweep([model], OPTIONS, tmp_path, engine=engine, shard=f"{number}/3")
     assert [len(weights) for weights in seen] == [1, 1, 1]
@@ -244,9 +244,9 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     # Whoever is started in a shell's background ignores SIGINT, and so do those that it starts.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from tests.support.sleepers import sleeping_run; from diffquant.support.progress import silent\n"
+        "from tests.support.sleepers import sleeping_run; from diffquant.support.progress import report_nothing\n"
         "from diffquant.measure.sweep.workers import run_processes; from pathlib import Path\n"
-        f"run_processes(sleeping_run(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent, 2)\n"
+        f"run_processes(sleeping_run(Path({str(tmp_path)!r}), 4, 1000, 0.05), report_nothing, 2)\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", code])
     while len(scores(tmp_path)) < 4:
@@ -294,7 +294,7 @@ class Here:
     def measure(self, number, is_patient):
         if self.dies:
             raise BrokenExecutor
-        self.seen.append((self, self.worker.run.cells[number].weights[0].name))
+        self.seen.append((self, self.worker.run.cells[number].weights_key[0].name))
         future = Future()
         future.set_result(self.worker.measure(number, is_patient))
         return future

@@ -271,7 +271,7 @@ def test_a_server_is_asked_once_how_it_begins_texts(reference, candidate, serve,
 
 def test_tokens_that_a_vocabulary_does_not_have_are_refused():
     class Told(ComparedModel):
-        name, first_token = "", None
+        name, bos_token_id = "", None
 
         def __init__(self, name, told):
             self.name, self._told = name, told

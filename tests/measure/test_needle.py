@@ -35,7 +35,7 @@ def items():
 
 def test_every_item_fits_its_length_and_fills_it(items):
     for item in items:
-        prompt, answer = item.requests()[-1]
+        prompt, answer = item.query_texts()[-1]
         tokens = len(tiny_lm.tokenizer().encode(prompt + answer))
         assert tokens <= item.length
         # A sentence of the text seldom has more.

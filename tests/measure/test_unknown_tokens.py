@@ -40,13 +40,13 @@ READERS = {
     "perplexity": lambda model: perplexity.compute_perplexity(model, TEXT, 64, 32),
     "its reference": lambda model: perplexity.compute_reference(model, TEXT, 64, 32),
     "nll by position": lambda model: score_positions(model, TEXT, 64),
-    "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).encode_request(
+    "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode_request(
         "It was", f" the {WORD}"
     ),
-    "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).encode_request(
+    "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode_request(
         "", WORD
     ),
-    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).encode(TEXT),
+    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode(TEXT),
     "fidelity": lambda model: LocalModel("model", model, {}).tokens(TEXT),
     "another's tokens": lambda model: LocalModel("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
 }

@@ -41,11 +41,13 @@ class FakeQuantizedCache:
         return tuple(self.read(x, scheme) for x, scheme in zip(self.states[layer], schemes, strict=True))
 
     def read(self, x, scheme):
-        block = (scheme.size or 1) if scheme.granularity == "column" else 1
+        block = (scheme.granularity_size or 1) if scheme.granularity == "column" else 1
         old = max(x.shape[2] - self.recipe.residual, 0) // block * block
         if not scheme.quantizes or not old:
             return x
-        return torch.cat([fake_quantize(x[:, :, :old], scheme.bits, scheme.granularity, scheme.size), x[:, :, old:]], 2)
+        return torch.cat(
+            [fake_quantize(x[:, :, :old], scheme.bits, scheme.granularity, scheme.granularity_size), x[:, :, old:]], 2
+        )
 
 
 RECIPES = [

@@ -186,7 +186,7 @@ def generated(model, recipe, ids, mask=None, steps=None, **settings):
     chosen = {} if steps is None else {"graphed_steps": steps}
     # Without a mask transformers takes every token 0 of the prompt for padding.
     mask = torch.ones_like(ids) if mask is None else mask
-    cache = FusedCache(recipe, layers=len(model.attentions))
+    cache = FusedCache(recipe, layers=len(model.attention_modules))
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **chosen, **options), cache
 
 
@@ -502,13 +502,13 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
                 store.values.tensors,
                 store.progress,
                 recipe.k.bits,
-                store.keys.block,
+                store.keys.tokens_per_scale,
                 recipe.v.bits,
                 recipe.residual,
             )
             decode._launch(
                 [q], store.keys.tensors, store.values.tensors, store.progress, None, starts, starts + 128, None,
-                recipe.k.bits, store.keys.block, recipe.v.bits, recipe.residual, False, None, 0.125, False, 0.0, 1.0,
+                recipe.k.bits, store.keys.tokens_per_scale, recipe.v.bits, recipe.residual, False, None, 0.125, False, 0.0, 1.0,
             )  # fmt: skip
         store.length += 1
         operations.append(reads.names)

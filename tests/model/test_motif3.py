@@ -198,7 +198,7 @@ def test_both_forms_of_the_latent_compute_the_same(checkpoint, monkeypatch):
 
 
 def test_a_step_reads_many_tokens_in_the_latents_space(model):
-    attention = model.attentions[0]
+    attention = model.attention_modules[0]
     assert attention._absorbs(1, 500)
     assert not attention._absorbs(500, 501)
     # Passes over the layers without a past see each matrix run, and what is rounded is of one form.

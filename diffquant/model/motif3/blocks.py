@@ -172,7 +172,7 @@ class StreamGatesBlock(Block):
         post_scale: largest factor with which the sublayer's output is added to a stream.
     """
 
-    module = "diffquant.model.motif3.modeling:Streams"
+    module = "diffquant.model.motif3.modeling:StreamGates"
     export = "diffquant.onnx.architectures.motif3:add_read_streams"
 
     width: int

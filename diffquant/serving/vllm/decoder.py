@@ -28,7 +28,7 @@ _READ = ".dt_proj"
 class ServedDecoder(nn.Module):
     """A causal language model around a decoder of diffquant's, on one rank and without compilation.
 
-    Subclasses replace the parts of its layers that have a cache, which get a method `serve`.
+    Subclasses replace the parts of its layers that have a cache, which get a method `attach_cache`.
 
     Raises:
         UsageError: vLLM was asked for several ranks, or to compile.
@@ -46,9 +46,9 @@ class ServedDecoder(nn.Module):
             mixers = self.replace_cached_parts(architecture)
         self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         for name, mixer in mixers.items():
-            mixer.serve(name)
+            mixer.attach_cache(name)
         _use_packed_linears(self, vllm_config.quant_config)
-        wide = {name for name, parameter in architecture.parameters.items() if parameter.is_wide}
+        wide = {name for name, parameter in architecture.parameters.items() if parameter.is_float32}
         _allocate(self, wide, vllm_config.model_config.dtype)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if architecture.tie_word_embeddings:

@@ -99,7 +99,7 @@ def test_noise_separates_the_maps_and_costs_more_the_more_of_it(original, ids, k
     gaps = []
     for model in models:
         q = model.attention_modules[0].q_proj.weight.unflatten(0, (-1, 2, 8))
-        gaps.append((q[:, 0] - q[:, 1]).std() / original.attentions[0].q_proj.weight.std())
+        gaps.append((q[:, 0] - q[:, 1]).std() / original.attention_modules[0].q_proj.weight.std())
     assert gaps[0] == 0
     assert gaps[1] == pytest.approx(0.05, rel=0.2)
     costs = [divergence(model, original, ids) for model in models]
