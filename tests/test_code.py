@@ -37,7 +37,8 @@ def test_the_version_of_a_module_itself_counts_before_its_package_s(monkeypatch)
 
 @thorough
 def test_processes_agree():
-    program = f"from diffquant.support.installation import result_version_digest; print(result_version_digest({MODEL_MODULES!r}))"
+    program = "from diffquant.support.installation import result_version_digest as digest; "
+    program += f"print(digest({MODEL_MODULES!r}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == result_version_digest(reversed(MODEL_MODULES))
 

@@ -508,7 +508,8 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
             )
             decode._launch(
                 [q], store.keys.tensors, store.values.tensors, store.progress, None, starts, starts + 128, None,
-                recipe.k.bits, store.keys.tokens_per_scale, recipe.v.bits, recipe.residual, False, None, 0.125, False, 0.0, 1.0,
+                recipe.k.bits, store.keys.tokens_per_scale, recipe.v.bits, recipe.residual, False, None, 0.125, False,
+                0.0, 1.0,
             )  # fmt: skip
         store.length += 1
         operations.append(reads.names)
