@@ -240,7 +240,8 @@ def _stored_packed_bits(source: Source) -> dict[str, float]:
 def _head_counts(spec: DiffSpec) -> str:
     what = "pairs" if spec.maps == 2 else "heads"
     noises = f" ({spec.signals_per_noise} to a noise head)" if spec.signals_per_noise > 1 else ""
-    return f"{spec.pairs} {what}{noises} over {spec.kv_pairs} KV {what}, width {spec.head_dim}, values {spec.value_dim}"
+    stored = what if spec.kv_pairs > 1 else what.removesuffix("s")
+    return f"{spec.pairs} {what}{noises} over {spec.kv_pairs} KV {stored}, width {spec.head_dim}, values {spec.value_dim}"
 
 
 def _scheme_list(recipe: Recipe) -> str:
