@@ -76,7 +76,7 @@ class Block(ABC):
         export: "module:function" that adds it to an exported graph; "" if it cannot be exported.
         kind: name for a layer with this block; "" if the block does not distinguish layers.
         targets: the `LAYER_TARGETS` of a recipe that apply to it.
-        stored: shapes in the cache: `TokenRows` per token, the shapes of a recurrent state without the batch axis, or
+        stored: shapes in the cache: `CachedShapes` per token, the shapes of a recurrent state without the batch axis, or
             None if it caches nothing.
     """
 
@@ -123,7 +123,7 @@ def linear_parameters(
 ) -> Parameters:
     """Return the parameters of a Linear called `name`: a weight [out, width] and, if `biased`, a bias [out].
 
-    `packing` and `projection` are as in `Parameter`.
+    `packing` and `projection` are as in `ParameterSpec`.
     """
     parameters = {f"{name}.weight": ParameterSpec((out, width), packing, projection)}
     return parameters | ({f"{name}.bias": ParameterSpec((out,), projection=projection)} if biased else {})

@@ -289,7 +289,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:
-            NotFiredError: a quantizer did not run; the message names the layers, or the Linears.
+            NotQuantizedError: a quantizer did not run; the message names the layers, or the Linears.
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attention_modules:

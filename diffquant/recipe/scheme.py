@@ -86,7 +86,7 @@ class Scheme:
         if not all((*made_of, *(isinstance(each, Transform) for each in self.transforms))):
             stated = ":".join(str(each) for each in (self.format, self.sharing) if each != UNSHARED)
             raise UsageError(
-                f"a Scheme takes a NumberFormat, a Sharing and Transforms; to read text use Scheme.parse({stated!r})"
+                f"a Scheme takes a NumberFormat, a Granularity and Transforms; to read text use Scheme.parse({stated!r})"
             )
         if not self.format.quantizes:
             if self.sharing != UNSHARED or self.transforms:
@@ -112,7 +112,7 @@ class Scheme:
                 name of another format such as nvfp4.
             default: granularity if the text has none.
             target: the target that is quantized, such as "weights", or "" if unknown. It decides what the granularities
-                "channel" and "token" mean, see `Sharing.parse`.
+                "channel" and "token" mean, see `Granularity.parse`.
 
         Raises:
             UsageError: the text is not a scheme, or the target does not support its transform, "channel" or "token".

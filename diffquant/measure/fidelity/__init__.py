@@ -131,7 +131,7 @@ def save_base_file(side: ComparedModel, chunks: Tensor, path: Path, progress: Pr
 
 
 def _as_read(chunk: Tensor, side: ComparedModel) -> Tensor:
-    """Return a chunk with its first token replaced by the model's `first_token`, if the model has one."""
+    """Return a chunk with its first token replaced by the model's `bos_token_id`, if the model has one."""
     if side.bos_token_id is None:
         return chunk
     return torch.cat([torch.tensor([side.bos_token_id]), chunk[1:]])

@@ -164,7 +164,7 @@ def evaluate(
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
-        NotFiredError: a layer did not quantize its logits or operands.
+        NotQuantizedError: a layer did not quantize its logits or operands.
     """
     device = resolve_device(options.computing_device)
     check_backend(options.attention)

@@ -61,7 +61,7 @@ class Subject(Protocol):
         """Run a task under a recipe, by default the recorded one, and return the result with its time and stored sizes.
 
         Raises:
-            NotFiredError: a layer did not quantize its logits or operands.
+            NotQuantizedError: a layer did not quantize its logits or operands.
             CheckpointError: the model's files changed since they were opened.
         """
 

@@ -63,8 +63,8 @@ class Granularity:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not (self.size is None or type(self.size) is int):
             raise UsageError(
-                f"a Sharing takes a granularity's name and a whole number or None; got {self.name!r} and "
-                f"{self.size!r}; to read text use Sharing.parse('g32')"
+                f"a Granularity takes its name and a whole number or None; got {self.name!r} and "
+                f"{self.size!r}; to read text use Granularity.parse('g32')"
             )
         if self.name not in ("", *_TARGETS):
             choices = (*_TARGETS, *_ROWS, "g32", "c64", "b64")

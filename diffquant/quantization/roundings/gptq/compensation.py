@@ -111,7 +111,7 @@ def round_in_one_pass(
 
     Args:
         values: [in, rows] float32, the transposed rows.
-        factor: as in `Inputs`.
+        factor: as in `InputStatistics`.
         levels: number format of the codes.
         size: number of neighbouring columns of the weight that share a scale.
         dtype: dtype of the stored scales.
