@@ -31,7 +31,7 @@ class ParameterSpec:
         packing: when it is quantized: under a recipe's `weights` ("weights"), only under an override that names it
             ("named"), or never ("never").
         projection: projection whose heads the rows form, ordered as in `HeadLayout`, or None if rows are not heads.
-        is_wide: whether it stays in float32 if the model is in float16 or bfloat16.
+        is_float32: whether it stays in float32 if the model is in float16 or bfloat16.
         contracted: axis that matrix products sum over. Scales and packed codes run along the last axis.
         by_head: whether attention multiplies each head's rows separately, some of them transposed. Exports store values
             of such a parameter instead of codes.
@@ -76,8 +76,8 @@ class Block(ABC):
         export: "module:function" that adds it to an exported graph; "" if it cannot be exported.
         kind: name for a layer with this block; "" if the block does not distinguish layers.
         targets: the `LAYER_TARGETS` of a recipe that apply to it.
-        stored: shapes in the cache: `CachedShapes` per token, the shapes of a recurrent state without the batch axis, or
-            None if it caches nothing.
+        cached_shapes: `CachedShapes` of what it caches per token, the shapes of a recurrent state without the batch axis,
+            or None if it caches nothing.
     """
 
     module: ClassVar[str]

@@ -241,7 +241,8 @@ def _head_counts(spec: DiffSpec) -> str:
     what = "pairs" if spec.maps == 2 else "heads"
     noises = f" ({spec.signals_per_noise} to a noise head)" if spec.signals_per_noise > 1 else ""
     stored = what if spec.kv_pairs > 1 else what.removesuffix("s")
-    return f"{spec.pairs} {what}{noises} over {spec.kv_pairs} KV {stored}, width {spec.head_dim}, values {spec.value_dim}"
+    widths = f"width {spec.head_dim}, values {spec.value_dim}"
+    return f"{spec.pairs} {what}{noises} over {spec.kv_pairs} KV {stored}, {widths}"
 
 
 def _scheme_list(recipe: Recipe) -> str:

@@ -69,8 +69,8 @@ def load(
         scales: file of ranges calibrated on this checkpoint, for static schemes. They replace ranges of the cache that
             the checkpoint may contain.
         device_map: devices for a model that is larger than one device: "auto", or a mapping from module names to
-            devices, "cpu" or "disk", as in accelerate and transformers; or an `OffloadPlan`, which also contains the next
-            two arguments. Weights are dequantized then.
+            devices, "cpu" or "disk", as in accelerate and transformers; or an `OffloadPlan`, which also contains the
+            next two arguments. Weights are dequantized then.
         max_memory: maximum bytes per device under "auto", such as {0: "20GB", "cpu": "60GB"}; no limit by default.
         offload_folder: folder for weights offloaded to disk, which must exist as long as the model.
 

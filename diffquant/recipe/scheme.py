@@ -86,7 +86,8 @@ class Scheme:
         if not all((*made_of, *(isinstance(each, Transform) for each in self.transforms))):
             stated = ":".join(str(each) for each in (self.format, self.sharing) if each != UNSHARED)
             raise UsageError(
-                f"a Scheme takes a NumberFormat, a Granularity and Transforms; to read text use Scheme.parse({stated!r})"
+                f"a Scheme takes a NumberFormat, a Granularity and Transforms; to read text use "
+                f"Scheme.parse({stated!r})"
             )
         if not self.format.quantizes:
             if self.sharing != UNSHARED or self.transforms:
