@@ -76,7 +76,7 @@ class Block(ABC):
         export: "module:function" that adds it to an exported graph; "" if it cannot be exported.
         kind: name for a layer with this block; "" if the block does not distinguish layers.
         targets: the `LAYER_TARGETS` of a recipe that apply to it.
-        cached_shapes: `CachedShapes` of what it caches per token, the shapes of a recurrent state without the batch axis,
+        cached_shapes: `CachedShapes` of what it caches per token, a recurrent state's shapes without the batch axis,
             or None if it caches nothing.
     """
 
