@@ -475,7 +475,7 @@ def test_what_the_flash_attn_package_cannot_do_is_refused(monkeypatch):
     def refusal(dtype=torch.float16, is_cuda=True, keys=None, window=None, widths=(64, 128)):
         v = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 1, 3, widths[1]))
         q = [torch.empty(1, 1, 3, widths[0])]
-        call = SimpleNamespace(q=q, v=v, mask=Mask(keys, window), keys=3)
+        call = SimpleNamespace(q=q, v=v, mask=Mask(keys, window), key_count=3)
         return BACKENDS["flash_attn"].refuses(call)
 
     monkeypatch.setattr(composed, "_has_flash_attn", lambda: True)

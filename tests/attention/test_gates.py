@@ -146,7 +146,7 @@ def test_a_signal_gate_that_is_open_gives_v2(tmp_path):
             given = v3.get_parameter(name)
             parameter.copy_(given[1::2] if name.endswith("lambda_proj.weight") else given)
         for attention in v3.attention_modules:
-            attention.signal_gate = lambda x: torch.ones(())
+            attention.compute_signal_gate = lambda x: torch.ones(())
     ids = random_ids(2, 17)
     torch.testing.assert_close(v3(ids).logits, v2(ids).logits, rtol=0, atol=1e-12)
 

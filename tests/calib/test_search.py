@@ -165,7 +165,7 @@ def test_the_text_that_widths_are_chosen_on_is_not_the_one_they_are_compared_on(
     )
     monkeypatch.setattr(
         search_module,
-        "score_text",
+        "compute_perplexity",
         lambda *given, **more: read.append(("compared on", given[1])) or score(*given, **more),
     )
     options = OPTIONS | {"targets": ("v",), "text": tmp_path / "text.txt"}

@@ -255,7 +255,7 @@ def test_each_matrix_is_planned_once(checkpoint, tmp_path, monkeypatch):
     names = []
     read = plan.open_matrix
     monkeypatch.setattr(
-        plan, "read_matrix", lambda source, name, *rest: names.append(name) or read(source, name, *rest)
+        plan, "open_matrix", lambda source, name, *rest: names.append(name) or read(source, name, *rest)
     )
     exported(checkpoint("diffllama"), tmp_path / "out", weights="4:g32", embed_bits=8)
     assert len(names) == len(set(names)) == 2 * 7 + 2

@@ -19,16 +19,16 @@ SHARINGS = st.sampled_from(["tensor", "head", "row", "g8", "column", "c2"]).map(
 @given(MATRICES, INTEGERS, SHARINGS)
 def test_error_is_at_most_half_a_step(x, integers, shared):
     view, dim = shared.view(x)
-    scale = integers.scale(view, dim)
-    back = integers.decode(integers.codes(view, scale), scale)
+    scale = integers.compute_scale(view, dim)
+    back = integers.decode(integers.encode(view, scale), scale)
     assert ((back.double() - view.double()).abs() <= scale.double() / 2 * (1 + 1e-5) + 1e-44).all()
 
 
 @given(MATRICES, INTEGERS, SHARINGS)
 def test_codes_stay_within_range_and_the_largest_entry_gets_the_largest_code(x, integers, shared):
     view, dim = shared.view(x)
-    scale = integers.scale(view, dim)
-    codes = integers.codes(view, scale)
+    scale = integers.compute_scale(view, dim)
+    codes = integers.encode(view, scale)
     assert codes.abs().max() <= integers.largest
     reached = codes.abs().amax(dim, keepdim=True)
     assert ((reached == integers.largest) | (view.abs().amax(dim, keepdim=True) < 1e-36)).all()
@@ -36,23 +36,23 @@ def test_codes_stay_within_range_and_the_largest_entry_gets_the_largest_code(x, 
 
 @given(MATRICES, INTEGERS)
 def test_quantizing_again_gives_the_same_codes(x, integers):
-    scale = integers.scale(x, -1)
-    codes = integers.codes(x, scale)
+    scale = integers.compute_scale(x, -1)
+    codes = integers.encode(x, scale)
     back = integers.decode(codes, scale)
-    assert torch.equal(integers.codes(back, integers.scale(back, -1)), codes)
+    assert torch.equal(integers.encode(back, integers.compute_scale(back, -1)), codes)
 
 
 @given(MATRICES, INTEGERS)
 def test_codes_are_monotone_in_the_values(x, integers):
     row = x.flatten().sort().values
-    codes = integers.codes(row, integers.scale(row, -1))
+    codes = integers.encode(row, integers.compute_scale(row, -1))
     assert (codes.int().diff() >= 0).all()
 
 
 @given(MATRICES, INTEGERS)
 def test_negating_the_values_negates_the_codes(x, integers):
-    scale = integers.scale(x, -1)
-    assert torch.equal(integers.codes(-x, integers.scale(-x, -1)), -integers.codes(x, scale))
+    scale = integers.compute_scale(x, -1)
+    assert torch.equal(integers.encode(-x, integers.compute_scale(-x, -1)), -integers.encode(x, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
