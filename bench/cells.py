@@ -104,7 +104,7 @@ class BenchResult:
         limits = self._limits(cell)
         return max(limits) * 1e3 / cell.median if limits and cell.median else None
 
-    def is_cached(self, cell: BenchCell) -> bool:
+    def is_data_in_cache(self, cell: BenchCell) -> bool:
         """Return whether the roofline limits a cell by memory bandwidth although all its data fits into the cache."""
         limits = self._limits(cell)
         if limits is None or cell.touched is None or "cache" not in self.machine:
@@ -127,7 +127,7 @@ class BenchResult:
         for cell in self.cells:
             derived = {"ratio": self.ratio(cell), "of_roofline": self.roofline_fraction(cell)}
             found = {name: value for name, value in derived.items() if value is not None}
-            cells.append(cell.to_dict() | found | ({"cached": True} if self.is_cached(cell) else {}))
+            cells.append(cell.to_dict() | found | ({"cached": True} if self.is_data_in_cache(cell) else {}))
         parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}
         return {"format": FORMAT, **parts, "cells": cells}
 

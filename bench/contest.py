@@ -13,13 +13,19 @@ from torch import Tensor
 from diffquant.attention.naive import naive
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.decode import DECODE_PEERS
-from diffquant.benchmarks.measuring import allocate_separate_pages, cpu_peak, cuda_peak, prepare, run_in_turns
+from diffquant.benchmarks.measuring import (
+    allocate_separate_pages,
+    make_timer,
+    measure_cpu_peak,
+    measure_cuda_peak,
+    run_in_turns,
+)
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
 from diffquant.benchmarks.workloads import Workload
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.recipe.scheme import Scheme
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # Modules that peers import at their first call, which takes seconds.
 _PRELOADED = ("diffquant.model.cache", "transformers.models.diffllama.modeling_diffllama")
@@ -33,7 +39,7 @@ _CHECKED_QUERIES = 128
 
 
 @dataclass(frozen=True)
-class Contest:
+class PeerComparison:
     """A comparison of a section's peers (implementations of attention) on one device, which are checked and timed.
 
     Attributes:
@@ -56,12 +62,12 @@ class Contest:
         if unknown:
             raise UsageError(f"unknown peer {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
 
-    def entrants(self) -> dict[str, Peer]:
+    def select_peers(self) -> dict[str, Peer]:
         """Return the peers to run, by name."""
         known = SECTIONS[self.section]
         return {name: peer for name, peer in known.items() if not self.peers or name in {BASELINE, *self.peers}}
 
-    def run(self, workloads: Sequence[Workload], progress: Progress = silent) -> list[BenchCell]:
+    def run(self, workloads: Sequence[Workload], progress: Progress = report_nothing) -> list[BenchCell]:
         """Measure every peer on every workload.
 
         A peer that cannot run a workload, or whose result differs from `naive`'s, is not timed; its cell's `missing` is
@@ -77,12 +83,12 @@ class Contest:
     def _times(self, work: Workload) -> list[BenchCell]:
         cells: dict[str, BenchCell] = {}
         calls: dict[str, Callable[[], float]] = {}
-        for name, peer in self.entrants().items():
+        for name, peer in self.select_peers().items():
             try:
                 call = peer.make(work, self.device)
                 cells[name] = self._check_peer(work, name, peer, call)
                 if cells[name].missing is None:
-                    calls[name] = prepare(_bound(peer, call), self.device, graph=self.graph)
+                    calls[name] = make_timer(_bound(peer, call), self.device, graph=self.graph)
             except Exception as error:  # a peer may fail with anything, which the table reports
                 cells[name] = replace(self._cell(work, name, peer), missing=format_error(error))
         times = run_in_turns(calls, self.repeats)
@@ -124,18 +130,18 @@ class Contest:
 
     def _add_peak(self, cell: BenchCell, work: Workload, threads: int) -> BenchCell:
         try:
-            return replace(cell, peak_bytes=self.peak(cell.path, work, threads))
+            return replace(cell, peak_bytes=self.measure_peak_memory(cell.path, work, threads))
         except Exception as error:  # such as a process that the system killed because memory ran out
             return replace(cell, values=(), missing=f"its peak memory could not be measured: {format_error(error)}")
 
-    def peak(self, name: str, work: Workload, threads: int) -> int:
+    def measure_peak_memory(self, name: str, work: Workload, threads: int) -> int:
         """Measure the peak memory of a peer's call in bytes, without its inputs; `threads` is for torch on the CPU."""
         if self.device == "cuda":
-            peer = self.entrants()[name]
+            peer = self.select_peers()[name]
             with torch.inference_mode():
-                return cuda_peak(_bound(peer, peer.make(work, self.device)))
+                return measure_cuda_peak(_bound(peer, peer.make(work, self.device)))
         with ProcessPoolExecutor(1, _fresh_processes()) as fresh:
-            return fresh.submit(resident_peak, self.section, name, work, threads).result()
+            return fresh.submit(measure_resident_peak, self.section, name, work, threads).result()
 
 
 def _fresh_processes() -> BaseContext:
@@ -146,7 +152,7 @@ def _fresh_processes() -> BaseContext:
 
 
 @torch.inference_mode()
-def resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
+def measure_resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
     """Measure the peak memory of a peer's call on the CPU in bytes, without its inputs; needs a new process."""
     allocate_separate_pages()
     torch.set_num_threads(threads)
@@ -154,7 +160,7 @@ def resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
     # A small call first loads libraries and starts threads, which do not count as a call's memory.
     few = replace(work, queries=min(16, work.queries), keys=16)
     _bound(peer, peer.make(few, "cpu"))()
-    return cpu_peak(_bound(peer, peer.make(work, "cpu")))
+    return measure_cpu_peak(_bound(peer, peer.make(work, "cpu")))
 
 
 def _bound(peer: Peer, call: AttentionCall) -> Callable[[], Any]:
@@ -175,7 +181,7 @@ def relative_error(peer: Peer, call: AttentionCall) -> float:
     out = peer.attention(call)
     if out.shape != (*call.q[0].shape[:3], call.v.shape[-1]) or not bool(out.isfinite().all()):
         return float("inf")
-    length, keys = call.length, call.v.shape[2]
+    length, keys = call.query_count, call.v.shape[2]
     rows = min(_CHECKED_QUERIES, length)
     past = keys - length
     wrong = norm = 0.0

@@ -9,7 +9,7 @@ from diffquant.attention import BACKENDS
 from diffquant.benchmarks import roofline
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
 from diffquant.benchmarks.roofline import Count
-from diffquant.benchmarks.workloads import HeldCall, Workload, differential, get_held_object
+from diffquant.benchmarks.workloads import CallWithState, Workload, get_held_object, make_differential_call
 from diffquant.family.call import AttentionCall
 from diffquant.recipe import Recipe
 
@@ -27,9 +27,9 @@ def make_unpacked_peer(bits: int) -> Peer:
     def make(work: Workload, device: str) -> AttentionCall:
         from diffquant.model.cache import PackedLayer
 
-        call = differential(work, device)
+        call = make_differential_call(work, device)
         layer = PackedLayer(RECIPES[bits], {})
-        layer.update(key_heads(call), call.v)
+        layer.update(join_key_heads(call), call.v)
         return _held_call(call, layer, layer.stored_keys.read(), layer.stored_values.read())
 
     def attention(call: AttentionCall) -> Tensor:
@@ -44,7 +44,7 @@ def make_fused_peer(bits: int) -> Peer:
     """Make a peer that runs the fused decode kernel on a cache of this many bits."""
 
     def make(work: Workload, device: str) -> AttentionCall:
-        call = differential(work, device)
+        call = make_differential_call(work, device)
         if device == "cpu":
             return call
         store = fill_store(call, RECIPES[bits])
@@ -59,14 +59,14 @@ def make_fused_peer(bits: int) -> Peer:
     return Peer(attention, lambda work: _count(work, bits), make, missing=missing, facts=_facts)
 
 
-def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> HeldCall:
+def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> CallWithState:
     shared = call.k[0] is call.k[1]
     k = [keys] * 2 if shared else list(keys.chunk(2, 1))
-    return HeldCall(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, held=cache)
+    return CallWithState(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, held=cache)
 
 
 def _facts(call: AttentionCall) -> dict[str, float]:
-    return {"cache bytes": float(call.held.nbytes)} if isinstance(call, HeldCall) else {}
+    return {"cache bytes": float(call.held.nbytes)} if isinstance(call, CallWithState) else {}
 
 
 def _count(work: Workload, bits: int) -> Count:
@@ -79,7 +79,7 @@ def _count(work: Workload, bits: int) -> Count:
     )
 
 
-def key_heads(call: AttentionCall) -> Tensor:
+def join_key_heads(call: AttentionCall) -> Tensor:
     """Return a call's keys in the order of a cache, [batch, key heads, tokens, width].
 
     In V1 the keys of the first maps come before those of the second; in V2 both maps share them.
@@ -92,7 +92,7 @@ def fill_store(call: AttentionCall, recipe: Recipe) -> Any:
     from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.kv_store import KVStore
 
-    keys = key_heads(call)
+    keys = join_key_heads(call)
     store = KVStore(recipe, keys, call.v, call.v.shape[2])
     append(store, keys, call.v)
     return store

@@ -10,10 +10,10 @@ from torch.nn.functional import linear
 
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.contest import TOLERANCES, format_error
-from diffquant.benchmarks.measuring import prepare, run_in_turns
+from diffquant.benchmarks.measuring import make_timer, run_in_turns
 from diffquant.benchmarks.workloads import Model
 from diffquant.recipe.numbers.formats import format_named
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 SECTION = "linear"
 DENSE = "dense"
@@ -37,14 +37,14 @@ def _dense(weights: list[Tensor]) -> Layers:
 def _ours(bits: int) -> Make:
     def make(weights: list[Tensor]) -> Layers:
         group = _group(weights[0].shape[1])
-        first, stored = packed_weight(weights[0], bits, group)
-        packed = [first, *(packed_weight(weight, bits, group)[0] for weight in weights[1:])]
+        first, stored = pack_weight_for_kernels(weights[0], bits, group)
+        packed = [first, *(pack_weight_for_kernels(weight, bits, group)[0] for weight in weights[1:])]
         return lambda x, i: multiply_packed(x, packed[i]), first.nbytes, stored
 
     return make
 
 
-def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
+def pack_weight_for_kernels(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
     """Quantize and pack a weight [out, in] for the linear kernels, with a scale per `group` columns of a row.
 
     Returns:
@@ -54,8 +54,8 @@ def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
 
     groups = weight.float().unflatten(-1, (-1, group))
     integers = format_named(str(bits))
-    scale = integers.scale(groups, -1, torch.float32)
-    codes = integers.codes(groups, scale)
+    scale = integers.compute_scale(groups, -1, torch.float32)
+    codes = integers.encode(groups, scale)
     words = integers.pack(codes.flatten(-2))
     packed = repack(words, scale.squeeze(-1), bits, weight.shape[1], weight.dtype)
     return packed, integers.decode(codes, scale).flatten(-2)
@@ -120,7 +120,7 @@ PATHS: dict[str, tuple[Make, int]] = {
 @torch.inference_mode()
 def run_linears(
     models: Sequence[Model], tokens: Sequence[int], dtype: str, device: str, repeats: int, *,
-    graph: bool = False, progress: Progress = silent,
+    graph: bool = False, progress: Progress = report_nothing,
 ) -> list[BenchCell]:  # fmt: skip
     """Time every path in `PATHS` on the first MLP matrix of each model.
 
@@ -164,7 +164,7 @@ def _measure_paths(model: Model, tokens: int, dtype: str, device: str, repeats: 
             moved = nbytes + x.nbytes + tokens * model.inner * kind.itemsize
             cells[name] = cell = replace(cell, bytes=moved, touched=copies * moved)
             if cell.missing is None:
-                calls[name] = prepare(_run_all_copies(product, x, copies), device, graph=graph)
+                calls[name] = make_timer(_run_all_copies(product, x, copies), device, graph=graph)
         except Exception as error:  # a path may fail with anything, which the table reports
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
             cells[name] = replace(cell, missing=f"{absent} is not installed" if absent else format_error(error))

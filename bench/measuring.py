@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diffquant.errors import UsageError
-from diffquant.support.installation import __version__, commit, installed_version
+from diffquant.support.installation import __version__, find_commit, installed_version
 from diffquant.support.machine import cores
 
 # Least duration of a turn, which repeats a call, so that timer resolution and launch overhead do not matter.
@@ -34,7 +34,7 @@ _KNOWN = 1 << 22
 _MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 2048
 
 
-def prepare(work: Work, device: str = "cpu", *, graph: bool = False) -> Callable[[], float]:
+def make_timer(work: Work, device: str = "cpu", *, graph: bool = False) -> Callable[[], float]:
     """Warm up a call, and return a function that repeats it for a few milliseconds and returns the time per call in ms.
 
     Args:
@@ -110,7 +110,7 @@ def _capture(work: Work) -> Work:
     return replay
 
 
-def resident(process: int | str = "self") -> tuple[int, int]:
+def measure_resident_bytes(process: int | str = "self") -> tuple[int, int]:
     """Return the peak and the current memory of a process in bytes; zeros if the process has ended.
 
     Returns:
@@ -120,10 +120,10 @@ def resident(process: int | str = "self") -> tuple[int, int]:
         OSError: there is no such process.
     """
     status = Path(f"/proc/{process}/status").read_text()
-    return status_bytes(status, "VmHWM"), status_bytes(status, "RssAnon")
+    return parse_status_bytes(status, "VmHWM"), parse_status_bytes(status, "RssAnon")
 
 
-def status_bytes(status: str, name: str) -> int:
+def parse_status_bytes(status: str, name: str) -> int:
     """Return the size in bytes that a line of the text of /proc/PID/status gives; 0 if there is no such line."""
     values = (line.split()[1] for line in status.splitlines() if line.startswith(name + ":"))
     return 1024 * int(next(values, "0"))
@@ -137,7 +137,7 @@ def allocate_separate_pages() -> None:
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _OWN_PAGES_FROM)
 
 
-def cpu_peak(call: Callable[[], Any]) -> int:
+def measure_cpu_peak(call: Callable[[], Any]) -> int:
     """Return the peak growth of this process's resident memory during a call in bytes, its result included.
 
     The process must have called `allocate_separate_pages` first. Linux's count is accurate to a quarter of a megabyte.
@@ -150,10 +150,10 @@ def cpu_peak(call: Callable[[], Any]) -> int:
     # peak, too, with a block of known size.
     _forget_peak()
     _fill_pages(_KNOWN)
-    before = resident()[0] - _KNOWN
+    before = measure_resident_bytes()[0] - _KNOWN
     _forget_peak()
     held = call()
-    grown = resident()[0] - before
+    grown = measure_resident_bytes()[0] - before
     del held
     return grown
 
@@ -168,7 +168,7 @@ def _fill_pages(nbytes: int) -> None:
         pages[:: mmap.PAGESIZE] = b"1" * (nbytes // mmap.PAGESIZE)
 
 
-def cuda_peak(call: Callable[[], Any]) -> int:
+def measure_cuda_peak(call: Callable[[], Any]) -> int:
     """Return the peak bytes that torch's CUDA allocator allocated during a call, in addition to those before it."""
     import torch
 
@@ -186,11 +186,11 @@ _PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "compres
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "bf16", "sve")
 
 
-def environment(*packages: str) -> dict[str, Any]:
+def describe_environment(*packages: str) -> dict[str, Any]:
     """Return the machine, date, commit and versions of packages, the given ones included, as plain data."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
+        "commit": find_commit(),
         "device": _gpu_name() or _cpu_name(),
         "cpu": _cpu_name(),
         "instructions": [name for name in _INSTRUCTIONS if name in _cpu_line("flags", "Features").split()],

@@ -15,7 +15,13 @@ from diffquant.attention.backends.composed import flashdiff1, flashdiff2
 from diffquant.attention.naive import naive
 from diffquant.benchmarks import roofline
 from diffquant.benchmarks.roofline import Count
-from diffquant.benchmarks.workloads import HeldCall, Workload, differential, get_held_object, transformer
+from diffquant.benchmarks.workloads import (
+    CallWithState,
+    Workload,
+    get_held_object,
+    make_differential_call,
+    make_transformer_call,
+)
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.recipe.scheme import FULL, Scheme
@@ -44,7 +50,7 @@ class Peer:
 
     attention: Attention
     count: Callable[[Workload], Count]
-    make: Callable[[Workload, str], AttentionCall] = differential
+    make: Callable[[Workload, str], AttentionCall] = make_differential_call
     logits: Scheme = FULL
     tolerance: float | None = None
     missing: Callable[[AttentionCall], str | None] = lambda _: None
@@ -54,7 +60,7 @@ class Peer:
 def _sdpa(
     kind: str,
     count: Callable[[Workload], Count],
-    make: Callable[[Workload, str], AttentionCall] = differential,
+    make: Callable[[Workload, str], AttentionCall] = make_differential_call,
     composed: Attention = flashdiff1,
 ) -> Peer:
     """Make a peer of torch's attention with one of its backends: "FLASH", "CUDNN" or "EFFICIENT"."""
@@ -86,7 +92,7 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
 def _kernel(
     name: str,
     count: Callable[[Workload], Count] = roofline.count_fused_call,
-    make: Callable[[Workload, str], AttentionCall] = differential,
+    make: Callable[[Workload, str], AttentionCall] = make_differential_call,
     tolerance: float | None = None,
 ) -> Peer:
     """Make a peer of a backend of diffquant, which may not be installed or not support a call."""
@@ -103,7 +109,7 @@ def _rounded_eagerly(call: AttentionCall) -> Tensor:
 
 def _padded_call(work: Workload, device: str) -> AttentionCall:
     """Make a call with queries and keys padded to the width of values, as a flash kernel needs to compute a map."""
-    call = differential(work, device)
+    call = make_differential_call(work, device)
     padding = (0, work.model.value_width - work.model.width)
     k = [pad(x, padding) for x in call.k]
     return replace(call, q=[pad(x, padding) for x in call.q], k=[k[0]] * 2 if call.k[0] is call.k[1] else k)
@@ -119,7 +125,7 @@ def _flash_widths(call: AttentionCall) -> str | None:
 
 def _flex(call: AttentionCall) -> Tensor:
     """Compute attention by compiled FlexAttention, with a call per map; it supports a dv that differs from d."""
-    mask = _causal_block(call.length, call.v.shape[2], str(call.v.device))
+    mask = _causal_block(call.query_count, call.v.shape[2], str(call.v.device))
     outputs: list[Tensor] = [
         _compiled_flex()(q, k, call.v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         for q, k in zip(call.q, call.k, strict=True)
@@ -156,7 +162,7 @@ class _Projected(nn.Module):
 
 def _diffllama_call(implementation: str, work: Workload, device: str) -> AttentionCall:
     """Make a V1 call with the λ and norm of DiffLlama's first layer."""
-    call = differential(work, device)
+    call = make_differential_call(work, device)
     if work.model.shares_keys:
         return call
     from transformers import DiffLlamaConfig
@@ -194,7 +200,7 @@ def _diffllama_call(implementation: str, work: Workload, device: str) -> Attenti
         rows: Tensor = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
         return torch.unflatten(rows, -1, (model.pairs, -1)).transpose(1, 2)
 
-    return HeldCall(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, held=run)
+    return CallWithState(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, held=run)
 
 
 def _diffllama(call: AttentionCall) -> Tensor:
@@ -205,7 +211,7 @@ def _diffllama(call: AttentionCall) -> Tensor:
 
 def _diffllama_missing(call: AttentionCall) -> str | None:
     """Return why DiffLlama cannot run a call, or None if it can."""
-    return None if isinstance(call, HeldCall) else "transformers does not have DIFF V2"
+    return None if isinstance(call, CallWithState) else "transformers does not have DIFF V2"
 
 
 def _rows(heads: Tensor) -> Tensor:
@@ -214,26 +220,26 @@ def _rows(heads: Tensor) -> Tensor:
 
 
 PEERS: dict[str, Peer] = {
-    BASELINE: _sdpa("FLASH", roofline.count_transformer, transformer),
-    "Transformer, SDPA cuDNN": _sdpa("CUDNN", roofline.count_transformer, transformer),
-    "Transformer, flash-attn": _kernel("flash_attn", roofline.count_transformer, transformer),
-    "Transformer, flash-attn-4": _kernel("flash_attn_4", roofline.count_transformer, transformer),
+    BASELINE: _sdpa("FLASH", roofline.count_transformer, make_transformer_call),
+    "Transformer, SDPA cuDNN": _sdpa("CUDNN", roofline.count_transformer, make_transformer_call),
+    "Transformer, flash-attn": _kernel("flash_attn", roofline.count_transformer, make_transformer_call),
+    "Transformer, flash-attn-4": _kernel("flash_attn_4", roofline.count_transformer, make_transformer_call),
     "DIFF, eager": Peer(_ours("naive"), roofline.count_eager),
-    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), roofline.count_two_calls),
-    "FlashDiffAttn_1, SDPA mem-efficient": _sdpa("EFFICIENT", roofline.count_two_calls),
-    "FlashDiffAttn_1, SDPA cuDNN": _sdpa("CUDNN", roofline.count_two_calls),
-    "FlashDiffAttn_1, SDPA flash, keys padded": _sdpa("FLASH", roofline.count_two_calls, _padded_call),
-    "FlashDiffAttn_1, FlexAttention": Peer(_flex, roofline.count_two_calls, missing=_only_cuda),
-    "FlashDiffAttn_1, flash-attn-4": _kernel("flash_attn_4", roofline.count_two_calls),
-    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), roofline.count_four_calls),
-    "FlashDiffAttn_2, SDPA flash": _sdpa("FLASH", roofline.count_four_calls, composed=flashdiff2),
-    "FlashDiffAttn_2, SDPA cuDNN": _sdpa("CUDNN", roofline.count_four_calls, composed=flashdiff2),
-    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", roofline.count_four_calls),
+    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), roofline.count_call_per_map),
+    "FlashDiffAttn_1, SDPA mem-efficient": _sdpa("EFFICIENT", roofline.count_call_per_map),
+    "FlashDiffAttn_1, SDPA cuDNN": _sdpa("CUDNN", roofline.count_call_per_map),
+    "FlashDiffAttn_1, SDPA flash, keys padded": _sdpa("FLASH", roofline.count_call_per_map, _padded_call),
+    "FlashDiffAttn_1, FlexAttention": Peer(_flex, roofline.count_call_per_map, missing=_only_cuda),
+    "FlashDiffAttn_1, flash-attn-4": _kernel("flash_attn_4", roofline.count_call_per_map),
+    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), roofline.count_call_per_half),
+    "FlashDiffAttn_2, SDPA flash": _sdpa("FLASH", roofline.count_call_per_half, composed=flashdiff2),
+    "FlashDiffAttn_2, SDPA cuDNN": _sdpa("CUDNN", roofline.count_call_per_half, composed=flashdiff2),
+    "FlashDiffAttn_2, flash-attn": _kernel("flash_attn", roofline.count_call_per_half),
     **{
         f"transformers' DiffLlama, {how}": Peer(
             _diffllama, count, partial(_diffllama_call, how), missing=_diffllama_missing
         )
-        for how, count in (("eager", roofline.count_eager_halves), ("sdpa", roofline.count_four_calls))
+        for how, count in (("eager", roofline.count_eager_halves), ("sdpa", roofline.count_call_per_half))
     },
     "DIFF, fused": _kernel("triton"),
     "DIFF, fused, int8 QK": _kernel("triton-int8", tolerance=0.05),

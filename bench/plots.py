@@ -8,15 +8,15 @@ from typing import Any
 
 from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.reports.plots import (
-    Interval,
+    IntervalPoint,
     Tips,
+    add_tooltip,
     draw_intervals,
     escape_dollars,
-    look,
-    mark_tip,
     new_figure,
-    plain_log_scale,
-    tidy,
+    series_style,
+    set_log_scale,
+    style_axis,
 )
 
 _PANELS_A_ROW = 2
@@ -83,8 +83,8 @@ def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, val
         axis.xaxis.set_minor_locator(NullLocator())
         axis.set_xlabel("tokens of context")
         axis.set_title(title, fontsize=10)
-        tidy(axis, "both")
-    plain_log_scale(axes[0, 0])
+        style_axis(axis, "both")
+    set_log_scale(axes[0, 0])
     for row in axes:
         row[0].set_ylabel(label)
     for axis in axes.flat[len(panels) :]:
@@ -104,14 +104,14 @@ def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, valu
     for axis, (title, panel) in zip(axes, shown.items(), strict=True):
         for place, cell in enumerate(panel):
             middle, low, high = value(cell)
-            style = look(paths.index(cell.path))
+            style = series_style(paths.index(cell.path))
             axis.plot([low, high], [place, place], color=style["color"], linewidth=1.4)
             axis.plot([middle], [place], color=style["color"], marker=style["marker"], markersize=6)
-            mark_tip(axis, tips, middle, place, f"{cell.path}: {middle:.4g} [{low:.4g}, {high:.4g}]")
+            add_tooltip(axis, tips, middle, place, f"{cell.path}: {middle:.4g} [{low:.4g}, {high:.4g}]")
         axis.set_yticks(range(len(panel)), [escape_dollars(cell.path) for cell in panel], fontsize=8.5)
         axis.set_ylim(len(panel) - 0.5, -0.5)
         axis.set_title(f"{title}, {_short(panel[0].length or 0)} tokens", fontsize=10)
-        tidy(axis, "x")
+        style_axis(axis, "x")
     axes[-1].set_xscale("log")
     axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes[-1].xaxis.set_major_formatter("{x:g}")
@@ -124,7 +124,7 @@ def _line(
     axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], path: str, number: int, tips: Tips
 ) -> Any:
     tip = "{}, {} tokens: {:.4g} [{:.4g}, {:.4g}]"
-    intervals = [Interval(length, *value, tip.format(path, _short(length), *value)) for length, value in points]
+    intervals = [IntervalPoint(length, *value, tip.format(path, _short(length), *value)) for length, value in points]
     return draw_intervals(axis, intervals, number, tips)
 
 

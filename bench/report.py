@@ -7,7 +7,7 @@ from typing import Any
 from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.benchmarks.contest import SECTIONS
 from diffquant.benchmarks.plots import plot_names, plots
-from diffquant.reports.page import Block, Drawing, Items, Report, Section, facts
+from diffquant.reports.page import Block, Drawing, Report, Section, TextList, format_settings
 from diffquant.reports.plots import as_svg
 from diffquant.reports.tables import Table, format_csv
 
@@ -101,7 +101,7 @@ def _headline(result: BenchResult) -> list[str]:
 def _workload(name: str, table: Table, missing: Sequence[str]) -> Section:
     blocks: list[Block] = [table] if table.rows else []
     if missing:
-        blocks.append(Section(f"{len(missing)} not measured", [Items(missing)], folded=True))
+        blocks.append(Section(f"{len(missing)} not measured", [TextList(missing)], folded=True))
     return Section(name, blocks)
 
 
@@ -128,7 +128,7 @@ def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
         f"{cell.median:.4g} {cell.unit}",
         f"{min(cell.values):.4g} to {max(cell.values):.4g}" if len(cell.values) > 1 else "-",
         "-" if ratio is None else f"{ratio:.2f}",
-        "-" if share is None else f"{share:.0%}{', cached' if result.is_cached(cell) else ''}",
+        "-" if share is None else f"{share:.0%}{', cached' if result.is_data_in_cache(cell) else ''}",
         "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.1f}",
         "-" if cell.operations is None else f"{cell.operations / 1e9:.3g}",
         "-" if cell.bytes is None else f"{cell.bytes / 1e6:.1f}",
@@ -174,4 +174,4 @@ def _settings(result: BenchResult) -> dict[str, str]:
     flat: dict[str, Any] = dict(result.settings)
     flat |= {name: value for name, value in result.environment.items() if name != "versions"}
     flat |= {f"version of {name}": value or "not installed" for name, value in result.environment["versions"].items()}
-    return facts(flat)
+    return format_settings(flat)

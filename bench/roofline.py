@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from diffquant.benchmarks.measuring import prepare, run_in_turns
+from diffquant.benchmarks.measuring import make_timer, run_in_turns
 from diffquant.benchmarks.workloads import Workload
 from diffquant.model.walk import count_visible_logits
 
@@ -32,10 +32,10 @@ def measure_roofline(device: str, dtypes: list[str]) -> dict[str, dict[str, floa
     data = torch.ones(_COPY_BYTES[device] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(data)
     side = _SIDE[device]
-    calls = {"copy": prepare(lambda: target.copy_(data), device)}
+    calls = {"copy": make_timer(lambda: target.copy_(data), device)}
     for name in dtypes:
         a, b = (torch.randn(side, side, device=device).to(getattr(torch, name)) for _ in range(2))
-        calls[name] = prepare(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        calls[name] = make_timer(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
     best = {name: min(times) / 1e3 for name, times in run_in_turns(calls, 3).items()}
     matmul = {name: 2 * side**3 / best[name] for name in dtypes}
     speeds = {"copy": {"bytes a second": 2 * data.nbytes / best["copy"]}, "matmul": matmul}
@@ -66,7 +66,7 @@ def count_fused_call(work: Workload, *, key_bytes: float | None = None, value_by
     return _operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes)
 
 
-def count_two_calls(work: Workload) -> Count:
+def count_call_per_map(work: Workload) -> Count:
     """Count operations and bytes of one call per map: both read V; outputs are written, read again and combined.
 
     In V2 both maps are one grouped call, which reads V once.
@@ -75,10 +75,10 @@ def count_two_calls(work: Workload) -> Count:
     return _operations(work, qk=2, pv=2), _bytes(work, 1, reads, 2 + 2 + 1)
 
 
-def count_four_calls(work: Workload) -> Count:
+def count_call_per_half(work: Workload) -> Count:
     """Count operations and bytes of one call per map and half of V, or per map if V is as wide as K."""
     if work.model.value_width == work.model.width:
-        return count_two_calls(work)
+        return count_call_per_map(work)
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1)
 
 

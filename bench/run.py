@@ -11,15 +11,15 @@ import torch
 
 from diffquant.benchmarks import contest, linears, roofline
 from diffquant.benchmarks.cells import BenchCell, BenchResult, parse_cell
-from diffquant.benchmarks.contest import Contest, format_error
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.contest import PeerComparison, format_error
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.benchmarks.workloads import Model, Workload, find_model
 from diffquant.errors import FailedCellsError, UsageError
 from diffquant.support.devices import resolve_device
 from diffquant.support.files import write_json
 from diffquant.support.names import option_name
 from diffquant.support.outputs import Journal, RunFiles
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 DEFAULT_LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192, 16384)}
@@ -62,17 +62,23 @@ class BenchOptions:
             raise UsageError(f"{option_name('repeats')} and {option_name('batches')} take counts of at least 1")
         self.workloads(1)
         for section in contest.SECTIONS.keys() & set(self.sections):
-            Contest(section, self.device, self.repeats, self.peers_of(section))
+            PeerComparison(section, self.device, self.repeats, self.peers_of(section))
 
     @property
     def chosen_dtype(self) -> str:
         """Name of the torch dtype to measure."""
         return self.dtype or _DEFAULT_DTYPES[self.device]
 
-    def workloads(self, factor: int) -> list[Workload]:
-        """Return the workloads: prefill if `factor` is 1, else decoding a token at `factor` times longer contexts."""
+    def workloads(self, context_factor: int) -> list[Workload]:
+        """Return the workloads: prefill if the factor is 1, else decoding a token at contexts longer by the factor."""
         made = [
-            Workload(find_model(name), length if factor == 1 else 1, factor * length, batch, self.chosen_dtype)
+            Workload(
+                find_model(name),
+                length if context_factor == 1 else 1,
+                context_factor * length,
+                batch,
+                self.chosen_dtype,
+            )
             for name in self.models or DEFAULT_MODELS[self.device]
             for batch in self.batches
             for length in self.lengths or DEFAULT_LENGTHS[self.device]
@@ -84,7 +90,7 @@ class BenchOptions:
         """Return the names in `peers` that a section should run.
 
         If several sections with peers run, peers that only another section has are left out. Unknown names are kept, so
-        that `Contest` refuses them.
+        that `PeerComparison` refuses them.
         """
         if len(contest.SECTIONS.keys() & set(self.sections)) == 1:
             return self.peers
@@ -102,7 +108,7 @@ SectionParts = Callable[[BenchOptions], dict[str, Part]]
 
 def _contest(section: str, factor: int) -> SectionParts:
     def parts(options: BenchOptions) -> dict[str, Part]:
-        contest_of = Contest(section, options.device, options.repeats, options.peers_of(section), options.graph)
+        contest_of = PeerComparison(section, options.device, options.repeats, options.peers_of(section), options.graph)
         return {work.name: partial(contest_of.run, [work]) for work in options.workloads(factor)}
 
     return parts
@@ -127,7 +133,7 @@ PARTS: dict[str, SectionParts] = {
 _PACKAGES = ("onnx", "onnxruntime", "onnxruntime-genai", "lm_eval", "llama_cpp_python", "bitsandbytes", "torchao")
 
 
-def run_files(sections: Collection[str]) -> RunFiles:
+def list_run_files(sections: Collection[str]) -> RunFiles:
     """Return the files that a bench of these sections writes."""
     from diffquant.benchmarks.plots import plot_names
 
@@ -139,7 +145,7 @@ def run_bench(
     options: BenchOptions,
     sections: Mapping[str, SectionParts],
     folder: Path,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
     settings: Mapping[str, Any] | None = None,
 ) -> BenchResult:
     """Run the sections that the options name, and write bench.json; a failed section has one cell with the reason.
@@ -162,9 +168,9 @@ def run_bench(
     unknown = [name for name in options.sections if name not in sections]
     if unknown:
         raise UsageError(f"unknown section {', '.join(map(repr, unknown))}; choose from {', '.join(sections)}")
-    run_files(sections).check(folder)
+    list_run_files(sections).check(folder)
     stored = _settings(options) | dict(settings or {})
-    about = environment(*_PACKAGES)
+    about = describe_environment(*_PACKAGES)
     key = {"settings": stored, "peers": options.peers, "commit": about["commit"]}
     key |= {name: about[name] for name in ("device", "versions")}
     journal = Journal(folder, key)

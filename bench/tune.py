@@ -11,16 +11,16 @@ import torch
 
 from diffquant.benchmarks import linears
 from diffquant.benchmarks.contest import SECTIONS, relative_error, tolerance
-from diffquant.benchmarks.measuring import prepare, run_in_turns
+from diffquant.benchmarks.measuring import make_timer, run_in_turns
 from diffquant.benchmarks.workloads import MODELS, V2, Model, Workload
 from diffquant.errors import UsageError
 from diffquant.kernels.configs import PREFILL, Config, choose_config, override_configs
 from diffquant.kernels.gpu import device_class
 from diffquant.support.files import write_json
 from diffquant.support.names import option_name
-from diffquant.support.outputs import check_written_file, has_fields
+from diffquant.support.outputs import check_output_file, has_fields
 from diffquant.support.plain_data import parse_json
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # Least speedup of a new configuration, more than the noise of measurements.
 GAIN = 1.03
@@ -31,7 +31,7 @@ _LENGTH = 8192
 Check = Callable[[], bool]
 
 
-def tune(path: Path, device: str, progress: Progress = silent) -> str:
+def tune(path: Path, device: str, progress: Progress = report_nothing) -> str:
     """Tune every kernel configuration of this device, field by field, and write faster ones; return a summary.
 
     Args:
@@ -48,7 +48,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
             f"there is one"
         )
     tables = active_configs()
-    check_written_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
+    check_output_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
     here = f"/{device_class(torch.device('cuda'))}/"
     keys = [key for key in tables if here in key]
     tuned: dict[str, Config] = {}
@@ -56,7 +56,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
     for done, key in enumerate(keys):
         progress(done, len(keys), key)
         try:
-            work, is_right = probe(key)
+            work, is_right = make_tuning_case(key)
             before, now, changed = tune_config(key, tables[key], work, is_right)
         except Exception as error:  # a kernel that cannot run must not prevent the tuning of others
             lines.append(f"{key}: unchanged, {type(error).__name__}: {error}".splitlines()[0])
@@ -80,7 +80,7 @@ def active_configs() -> dict[str, Config]:
     return {key: choose_config(table, key) for table in tables for key in table}
 
 
-def neighbours(config: Config, field: str) -> Iterator[int]:
+def list_neighbour_values(config: Config, field: str) -> Iterator[int]:
     """Yield the values to try for a field of a configuration: `stages` ± 1, half and double of any other."""
     value = config[field]
     if field == "stages":
@@ -105,7 +105,7 @@ def tune_config(key: str, config: Config, work: Callable[[], object], is_right: 
     before = now = _milliseconds(work)
     for field in config:
         start = changed.get(field, config[field])
-        for value in neighbours(config, field):
+        for value in list_neighbour_values(config, field):
             entry = changed | {field: value}
             with override_configs({key: config | entry}):
                 try:
@@ -117,7 +117,7 @@ def tune_config(key: str, config: Config, work: Callable[[], object], is_right: 
     return before, now, changed
 
 
-def probe(key: str) -> tuple[Callable[[], object], Check]:
+def make_tuning_case(key: str) -> tuple[Callable[[], object], Check]:
     """Return a function that runs the kernel of a configuration's key, and one that checks the kernel's result.
 
     Raises:
@@ -166,7 +166,7 @@ def _attention_of(kernel: str, width: int, of_states: bool) -> tuple[str, str, M
 
 
 def _linear_probe(kernel: str, case: int) -> tuple[Callable[[], object], Check]:
-    """Return the functions of `probe` for a linear kernel; `case` is gemv's bits, or gemm's number of tokens."""
+    """Return `make_tuning_case` of a linear kernel; `case` is gemv's bits, or gemm's number of tokens."""
     bits, tokens = (case, 1) if kernel == "gemv" else (4, case)
     model = MODELS["3B"]
     weight = torch.randn(model.inner, model.hidden, device="cuda", dtype=torch.float16) * 0.02
@@ -177,4 +177,4 @@ def _linear_probe(kernel: str, case: int) -> tuple[Callable[[], object], Check]:
 
 
 def _milliseconds(work: Callable[[], object]) -> float:
-    return median(run_in_turns({"": prepare(work, "cuda")}, _TURNS)[""])
+    return median(run_in_turns({"": make_timer(work, "cuda")}, _TURNS)[""])

@@ -45,7 +45,7 @@ class Model:
         return self.value_width == self.width
 
     @property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         """Number of parameters of the matched Transformer, with tied embeddings."""
         attention = self.hidden * self.width * 2 * (2 * self.pairs + 2 * self.kv_pairs)
         return self.layers * (attention + 3 * self.hidden * self.inner) + self.vocabulary * self.hidden
@@ -122,7 +122,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class HeldCall(AttentionCall):
+class CallWithState(AttentionCall):
     """An attention call with an object that its peer needs in order to compute it.
 
     Attributes:
@@ -138,12 +138,12 @@ def get_held_object(call: AttentionCall) -> Any:
     Raises:
         UsageError: another peer made the call.
     """
-    if not isinstance(call, HeldCall):
+    if not isinstance(call, CallWithState):
         raise UsageError("this peer reads a cache or runs a module; make its call with its own `make`")
     return call.held
 
 
-def differential(work: Workload, device: str) -> AttentionCall:
+def make_differential_call(work: Workload, device: str) -> AttentionCall:
     """Make a causal call of DIFF attention with random inputs, in the memory layout that projections produce."""
     generator = torch.Generator(device).manual_seed(0)
     model = work.model
@@ -163,7 +163,7 @@ def differential(work: Workload, device: str) -> AttentionCall:
     return AttentionCall(list(q), k, v, lam, scale=model.width**-0.5, mask=Mask())
 
 
-def transformer(work: Workload, device: str) -> AttentionCall:
+def make_transformer_call(work: Workload, device: str) -> AttentionCall:
     """Make a causal call of the matched Transformer with random inputs, and K and V as large as the DIFF model's."""
     generator = torch.Generator(device).manual_seed(0)
     model = work.model

@@ -7,17 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffquant.reports.page import Charts, Drawing, Report, Section, facts, write_run
+from diffquant.reports.page import Charts, Drawing, Report, Section, format_settings, write_run
 from diffquant.reports.plots import (
     Tips,
-    drawing,
+    add_tooltip,
+    draw_panel,
     escape_dollars,
     legend_entry,
-    look,
-    mark_tip,
     new_figure,
-    plain_log_scale,
-    tidy,
+    series_style,
+    set_log_scale,
+    style_axis,
 )
 from diffquant.reports.tables import Table
 from diffquant.support.files import read_text_or_xz
@@ -29,7 +29,7 @@ LOGITS, HIDDEN = "logits", "hidden"
 
 
 @dataclass(frozen=True)
-class Magnitude:
+class MagnitudeStatistics:
     """Statistics of the magnitudes of one kind of activation, attention logits or hidden states.
 
     Attributes:
@@ -60,8 +60,8 @@ class ModelOutliers:
     generation: str
     fingerprint: str
     tokens: int
-    layers: list[dict[str, Magnitude]]
-    overall: dict[str, Magnitude]
+    layers: list[dict[str, MagnitudeStatistics]]
+    overall: dict[str, MagnitudeStatistics]
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,11 @@ def read_outliers(file: Path) -> Outliers:
     return Outliers(models, data["settings"])
 
 
-def _magnitudes(by_kind: dict[str, Any]) -> dict[str, Magnitude]:
+def _magnitudes(by_kind: dict[str, Any]) -> dict[str, MagnitudeStatistics]:
     return {
-        kind: Magnitude(each["count"], {int(rank): value for rank, value in each["top"].items()}, each["median"])
+        kind: MagnitudeStatistics(
+            each["count"], {int(rank): value for rank, value in each["top"].items()}, each["median"]
+        )
         for kind, each in by_kind.items()
     }
 
@@ -125,7 +127,7 @@ def outlier_report(outliers: Outliers, name: str, files: Sequence[str]) -> Repor
     ]
     sections.append(Section("All layers", [Table(_HEADS, _lines(outliers), names=2), _note(outliers)]))
     plain = {name: value for name, value in outliers.settings.items() if not isinstance(value, dict)}
-    sections.append(Section("Settings", [facts(plain)]))
+    sections.append(Section("Settings", [format_settings(plain)]))
     return Report("outliers", name, _headline(outliers), outliers.settings.get("date", ""), sections, files)
 
 
@@ -147,12 +149,12 @@ def _drawings(outliers: Outliers, kind: str) -> list[Drawing]:
     def draw(model: ModelOutliers, axis: Any, tips: Tips) -> None:
         draw_model(axis, model, kind, tips)
         axis.set_ylim(0.8 * min(shown), 1.25 * max(shown))
-        plain_log_scale(axis)
+        set_log_scale(axis)
         axis.set_xlabel("layer")
         axis.set_ylabel("magnitude")
 
     return [
-        drawing((4.4, 3.0), partial(draw, model), f"{model.name}: {TITLES[kind]} by layer", model.name)
+        draw_panel((4.4, 3.0), partial(draw, model), f"{model.name}: {TITLES[kind]} by layer", model.name)
         for model in outliers.models
     ]
 
@@ -193,7 +195,7 @@ def plot_outliers(outliers: Outliers, path: Path) -> None:
             draw_model(axis, model, kind)
             axis.set_title(escape_dollars(model.name) if kind == LOGITS else "", fontsize=10)
             axis.set_xlabel("layer" if kind == HIDDEN else "")
-        plain_log_scale(row[0])
+        set_log_scale(row[0])
         row[0].set_ylabel(TITLES[kind])
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(STATISTICS), frameon=False, fontsize=9)
@@ -207,18 +209,18 @@ def draw_model(axis: Any, model: ModelOutliers, kind: str, tips: Tips | None = N
     layers = [number for number, layer in enumerate(model.layers) if kind in layer]
     for number, name in enumerate(STATISTICS):
         values = [_statistic(model.layers[layer][kind], name) for layer in layers]
-        axis.plot(layers, values, markersize=4, linewidth=1.3, label=name, **look(number))
+        axis.plot(layers, values, markersize=4, linewidth=1.3, label=name, **series_style(number))
         for layer, value in zip(layers, values, strict=True):
-            mark_tip(axis, tips, layer, value, f"layer {layer}, {name}: {_number(value)}")
+            add_tooltip(axis, tips, layer, value, f"layer {layer}, {name}: {_number(value)}")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    tidy(axis)
+    style_axis(axis)
 
 
-def _statistic(magnitude: Magnitude, name: str) -> float:
+def _statistic(magnitude: MagnitudeStatistics, name: str) -> float:
     return magnitude.median if name == "median" else magnitude.top.get(int(name.split()[1]), float("nan"))
 
 
-def _cells(magnitude: Magnitude) -> list[str]:
+def _cells(magnitude: MagnitudeStatistics) -> list[str]:
     top = [_number(magnitude.top[rank]) if rank in magnitude.top else "-" for rank in RANKS]
     ratio = f"{magnitude.top[1] / magnitude.median:,.0f}" if magnitude.median else "-"
     return [*top, _number(magnitude.median), ratio, f"{magnitude.count:,}"]

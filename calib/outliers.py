@@ -9,21 +9,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffquant.calib.calibration.observers import QUANTILE_ERROR, Magnitudes
-from diffquant.calib.outlier_result import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
+from diffquant.calib.calibration.observers import QUANTILE_ERROR, MagnitudeHistogram
+from diffquant.calib.outlier_result import HIDDEN, LOGITS, RANKS, MagnitudeStatistics, ModelOutliers, Outliers
 from diffquant.checkpoints.placement import move_to_compute_device
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.texts import load_text, text_digest
 from diffquant.checkpoints.tokens import check_window, encode_windows
 from diffquant.measure.sweep.result import model_names
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches, iterate_unmasked_logits
+from diffquant.model.walk import iterate_unmasked_logits, split_into_batches
 from diffquant.quantization.loading import load
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.installation import provenance, versions
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 
 def find_outliers(
@@ -34,9 +34,9 @@ def find_outliers(
     window: int = 1024,
     dtype: str = "auto",
     device: str = "auto",
-    places: Places | None = None,
+    places: OffloadPlan | None = None,
     batch_tokens: int = 4096,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> Outliers:
     """Measure the largest and the median magnitudes of each model's attention logits and hidden states.
 
@@ -68,7 +68,7 @@ def find_outliers(
         model = load(source, None, run_dtype, device, device_map=places)
         ids = encode_windows(model, source.tokenizer, read, window, tokens)
         magnitudes = measure_magnitudes(model, ids, batch_tokens, progress)
-        generation = model.config.diff_spec.generation
+        generation = model.config.diff_spec.attention_name
         return ModelOutliers(name, generation, source.fingerprint, ids.numel(), *magnitudes)
 
     outliers_by_model = [measure(names[path], source) for path, source in zip(models, sources, strict=True)]
@@ -84,8 +84,8 @@ def find_outliers(
 
 @torch.inference_mode()
 def measure_magnitudes(
-    model: CausalModel, ids: Tensor, batch_tokens: int = 4096, progress: Progress = silent
-) -> tuple[list[dict[str, Magnitude]], dict[str, Magnitude]]:
+    model: CausalModel, ids: Tensor, batch_tokens: int = 4096, progress: Progress = report_nothing
+) -> tuple[list[dict[str, MagnitudeStatistics]], dict[str, MagnitudeStatistics]]:
     """Measure the magnitudes of each layer's attention logits and output, and those of all layers together.
 
     Args:
@@ -98,20 +98,20 @@ def measure_magnitudes(
     Raises:
         NonFiniteError: the model computes NaN or infinity.
     """
-    walk = model.walk(ids.shape[1])
-    counted = [_by_kind() for _ in walk.layers]
+    runner = model.new_layer_runner(ids.shape[1])
+    counted = [_by_kind() for _ in runner.layers]
     done = 0
-    for batch in batches(ids, batch_tokens):
-        state = walk.embed(batch)
-        for layer, of_layer in zip(walk.layers, counted, strict=True):
+    for batch in split_into_batches(ids, batch_tokens):
+        state = runner.embed(batch)
+        for layer, of_layer in zip(runner.layers, counted, strict=True):
             with move_to_compute_device(layer):
-                projections = walk.project(layer, state)
+                projections = runner.project(layer, state)
             if projections is not None:
                 q, k, _ = projections
                 for first, logits in iterate_unmasked_logits(q, k, model.config.diff_spec):
                     of_layer[LOGITS].add_causal(logits, first, layer.window)
-            state = walk.run(layer, state)
-            of_layer[HIDDEN].add(walk.hidden(state).float().abs())
+            state = runner.run_layer(layer, state)
+            of_layer[HIDDEN].add(runner.hidden_states(state).float().abs())
         done += batch.numel()
         progress(done, ids.numel(), "reading")
     overall = _by_kind()
@@ -121,15 +121,15 @@ def measure_magnitudes(
     return [_summarize(of_layer) for of_layer in counted], _summarize(overall)
 
 
-def _by_kind() -> dict[str, Magnitudes]:
-    return {kind: Magnitudes(max(RANKS)) for kind in (LOGITS, HIDDEN)}
+def _by_kind() -> dict[str, MagnitudeHistogram]:
+    return {kind: MagnitudeHistogram(max(RANKS)) for kind in (LOGITS, HIDDEN)}
 
 
-def _summarize(counted: dict[str, Magnitudes]) -> dict[str, Magnitude]:
+def _summarize(counted: dict[str, MagnitudeHistogram]) -> dict[str, MagnitudeStatistics]:
     return {kind: _magnitude(each) for kind, each in counted.items() if each.count}
 
 
-def _magnitude(counted: Magnitudes) -> Magnitude:
+def _magnitude(counted: MagnitudeHistogram) -> MagnitudeStatistics:
     count = counted.count
     top = {rank: float(counted.largest[rank - 1]) for rank in RANKS if rank <= count}
-    return Magnitude(count, top, counted.quantile(0.5))
+    return MagnitudeStatistics(count, top, counted.quantile(0.5))

@@ -41,7 +41,7 @@ class OutputExistsError(DiffQuantError):
     """The output already exists and may not be overwritten."""
 
 
-class NotFiredError(DiffQuantError):
+class NotQuantizedError(DiffQuantError):
     """A layer that should have quantized its attention logits or operands did not."""
 
 

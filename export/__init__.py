@@ -1,7 +1,7 @@
 """ONNX export: the differential-attention op, the exporter, and running and verifying exported models.
 
 `diffquant.export(source, destination)` calls `diffquant.verbs.export`, which also calibrates a quantized cache.
-Submodules are imported when a name is first used; `require` checks that the `onnx` extra is installed.
+Submodules are imported when a name is first used; `check_installed` checks that the `onnx` extra is installed.
 """
 
 from importlib import import_module
@@ -28,10 +28,10 @@ _HOMES = {
 # Increase it if a change alters stored results, so that they are measured again.
 RESULT_VERSION = 1
 
-__all__ = ["ExportOptions", "Generator", "export", "library_path", "require", "verify"]
+__all__ = ["ExportOptions", "Generator", "check_installed", "export", "library_path", "verify"]
 
 
-def require() -> None:
+def check_installed() -> None:
     """Check that the packages of the `onnx` extra are installed.
 
     Raises:

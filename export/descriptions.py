@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.checkpoints.reader import Checkpoint
-from diffquant.checkpoints.side_files import front_matter, read_json
+from diffquant.checkpoints.side_files import format_front_matter, read_json
 from diffquant.checkpoints.texts import SpecialTokens
 from diffquant.errors import CheckpointError
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.onnx.graph.linears import container_bits
-from diffquant.onnx.graph.plan import ExportPlan, key_width
-from diffquant.onnx.graph.streaming import Streamed
+from diffquant.onnx.graph.plan import ExportPlan, cached_key_width
+from diffquant.onnx.graph.streaming import StreamedTensor
 from diffquant.onnx.manifest import write_manifest
 from diffquant.onnx.runtime.device import RuntimeDevice
 from diffquant.quantization.descriptions import FAMILY
 from diffquant.quantization.engine_folder import remove_code_files
-from diffquant.quantization.foreign_code import describe_left_out, leave_out_code
-from diffquant.reports.tables import stored_bits
+from diffquant.quantization.foreign_code import describe_removed_code, remove_code_entries
+from diffquant.reports.tables import stored_bits_per_weight
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.terminal import markdown_code, markdown_text
@@ -50,7 +50,7 @@ def exported_card(plan: ExportPlan) -> str:
     tags = ["diffquant", "onnxruntime", *([FAMILY] if plan.source.spec.maps > 1 else [])]
     is_rounded = plan.source.packed or options.weights.quantizes or options.embed_bits < 16
     return _CARD.format(
-        head=front_matter("onnx", tags, checkpoint.front_matter, "quantized" if is_rounded else None),
+        head=format_front_matter("onnx", tags, checkpoint.front_matter, "quantized" if is_rounded else None),
         title=markdown_text(checkpoint.name),
         name=markdown_code(checkpoint.name),
         model_type=markdown_text(str(checkpoint.config.get("model_type"))),
@@ -77,7 +77,7 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
     decoder: dict[str, Any] = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": providers},
         "filename": plan.options.layout.model,
-        "head_size": key_width(spec),
+        "head_size": cached_key_width(spec),
         "hidden_size": config.hidden_size,
         "num_attention_heads": spec.query_heads,
         "num_key_value_heads": spec.kv_pairs,
@@ -128,7 +128,7 @@ def web_description(config: DiffTransformerConfig, tokens: SpecialTokens) -> dic
     """Return web.json: the model's sizes, named as in docs/differential-attention-op.md."""
     spec = config.diff_spec
     return {
-        "generation": spec.generation,
+        "generation": spec.attention_name,
         "layers": config.num_hidden_layers,
         "num_pairs": spec.pairs,
         "num_kv_pairs": spec.kv_pairs,
@@ -154,7 +154,7 @@ def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
         # A layer's type decides whether its inputs are states, keys and values, or nothing.
         mixers = [next(iter(blocks.values())) for blocks in architecture.layers]
         types = [
-            "attention" if layer in architecture.token_rows else "mamba" if mixer.stored else "dense"
+            "attention" if layer in architecture.cached_shapes else "mamba" if mixer.cached_shapes else "dense"
             for layer, mixer in enumerate(mixers)
         ]
         kind = {
@@ -169,7 +169,7 @@ def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": spec.query_heads,
         "num_key_value_heads": spec.kv_pairs,
-        "head_dim": key_width(spec),
+        "head_dim": cached_key_width(spec),
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "bos_token_id": tokens.bos,
@@ -179,14 +179,14 @@ def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
     }
 
 
-def write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> tuple[str, ...]:
+def write_descriptions(plan: ExportPlan, streamed: Sequence[StreamedTensor], folder: Path) -> tuple[str, ...]:
     """Write config.json, genai_config.json, web.json, the model card and diffquant.json.
 
     Returns:
         Notes on custom code of the checkpoint that was not copied.
     """
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
-    config, left_out = leave_out_code(folder, checkpoint.config)
+    config, left_out = remove_code_entries(folder, checkpoint.config)
     config.pop("diff_model", None)
     left_out += remove_code_files(folder)
     if plan.options.portable:
@@ -201,8 +201,10 @@ def write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: P
     for name, description in descriptions.items():
         write_atomically(folder / name, json.dumps(description, indent=2) + "\n")
     write_atomically(folder / "README.md", exported_card(plan))
-    write_manifest(folder, plan.options, plan.floor, _source_record(checkpoint), _tensor_records(plan, streamed))
-    return describe_left_out(left_out, folder)
+    write_manifest(
+        folder, plan.options, plan.oldest_runtime, _source_record(checkpoint), _tensor_records(plan, streamed)
+    )
+    return describe_removed_code(left_out, folder)
 
 
 def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
         "name": checkpoint.name,
         "model_type": checkpoint.config.get("model_type"),
         "bytes": checkpoint.stored_nbytes,
-        **FileDigests.of(checkpoint.weight_files()).to_dict(),
+        **FileDigests.compute(checkpoint.weight_files()).to_dict(),
         "origin": _origin_digests(checkpoint).to_dict(),
     }
 
@@ -225,14 +227,14 @@ def _origin_digests(checkpoint: Checkpoint) -> FileDigests:
         raise CheckpointError(f"{record} is not a record of diffquant's ({error}); quantize the model again") from error
 
 
-def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str, Any]:
+def _tensor_records(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> dict[str, Any]:
     """Return diffquant.json's entry about each quantized weight, by name."""
     nbytes = packed_bytes(streamed)
     return {
         name: {
             "bits": matrix.scheme.bits,
             "container_bits": container_bits(matrix.scheme),
-            "stored_bits": round(stored_bits(nbytes[matrix.module], matrix.elements), 4),
+            "stored_bits": round(stored_bits_per_weight(nbytes[matrix.module], matrix.elements), 4),
             "granularity": matrix.scheme.granularity_text,
         }
         for name, matrix in plan.matrices.items()
@@ -240,7 +242,7 @@ def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str,
     }
 
 
-def packed_bytes(streamed: Sequence[Streamed]) -> dict[str, int]:
+def packed_bytes(streamed: Sequence[StreamedTensor]) -> dict[str, int]:
     """Return each module's bytes of codes and scales."""
     nbytes: dict[str, int] = defaultdict(int)
     for tensor in streamed:

@@ -26,21 +26,21 @@ from diffquant.onnx.graph.plan import (
     plan_export,
     static_scales,
 )
-from diffquant.onnx.graph.streaming import Streamed, assign_offsets, write
+from diffquant.onnx.graph.streaming import StreamedTensor, assign_offsets, write_data_file
 from diffquant.onnx.options import ExportOptions, check_runtime
 from diffquant.onnx.runtime.device import cuda_notes
 from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.reports.tables import compare_size, megabytes, stored_bits
+from diffquant.reports.tables import compare_size, format_size, stored_bits_per_weight
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import versions
 from diffquant.support.names import option_name
-from diffquant.support.progress import Progress, silent
-from diffquant.support.terminal import Readable
+from diffquant.support.progress import Progress, report_nothing
+from diffquant.support.terminal import PrintableResult
 
 
 @dataclass(frozen=True, repr=False)
-class OnnxReport(Readable):
+class OnnxReport(PrintableResult):
     """Result of `export`.
 
     Attributes:
@@ -80,7 +80,7 @@ def export(
     *,
     ranges: Ranges | Path | str | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> OnnxReport:
     """Write a checkpoint as an ONNX model.
 
@@ -96,7 +96,7 @@ def export(
     Raises:
         DiffQuantError: the source, the options, the ranges or the destination are invalid; nothing is written then.
     """
-    plan = check_export(source, Path(destination), options or ExportOptions(), overwrite)
+    plan = check_and_plan_export(source, Path(destination), options or ExportOptions(), overwrite)
     return write_export(plan, Path(destination), ranges, overwrite, progress)
 
 
@@ -105,9 +105,9 @@ def write_export(
     destination: Path,
     ranges: Ranges | Path | str | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> OnnxReport:
-    """Write the export that `check_export` planned; arguments are those of `export`.
+    """Write the export that `check_and_plan_export` planned; arguments are those of `export`.
 
     Raises:
         DiffQuantError: the ranges are invalid, or writing fails; no partial folder is left.
@@ -117,7 +117,7 @@ def write_export(
         ranges = read_ranges(Path(ranges), checked)
     scales = _cache_scales(checked, options, ranges)
     decoder = plan.decoder(plan, scales)
-    decoder.emit()
+    decoder.add_all_nodes()
     streamed = decoder.linears.streamed
     initializers, nbytes = assign_offsets(streamed, options.layout.data_name)
     model = decoder.model(decoder.linears.with_views(initializers))
@@ -133,7 +133,7 @@ def write_export(
         _rewrite_tokenizer(checked, folder / "tokenizer.json")
         layout = options.layout
         (folder / layout.model).parent.mkdir(exist_ok=True)
-        write(folder / layout.data, streamed, progress)
+        write_data_file(folder / layout.data, streamed, progress)
         onnx.save(model, folder / layout.model)
         if ranges is not None:
             write_ranges(folder / RANGES_FILE, ranges)
@@ -143,15 +143,17 @@ def write_export(
         destination,
         checked.checkpoint.stored_nbytes,
         bytes_after,
-        checked.weights,
+        checked.weight_count,
         time.monotonic() - started,
         0.0,
-        plan.floor,
+        plan.oldest_runtime,
         (*_make_notes(plan, streamed), *_narrow_note(ranges), *left_out),
     )
 
 
-def check_export(source: Path | str | Source, destination: Path, options: ExportOptions, overwrite: bool) -> ExportPlan:
+def check_and_plan_export(
+    source: Path | str | Source, destination: Path, options: ExportOptions, overwrite: bool
+) -> ExportPlan:
     """Plan an export, and check everything except ranges.
 
     Raises:
@@ -198,13 +200,13 @@ def _rewrite_tokenizer(source: Source, file: Path) -> None:
         write_atomically(file, backend.to_str(pretty=True))
 
 
-def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
+def _make_notes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> list[str]:
     """Return sentences for the report's reader, on sizes and on what the export does not contain."""
     options, notes = plan.options, []
     for scheme, (nbytes, weights) in _scheme_sizes(plan, streamed).items():
         container = container_bits(scheme)
         notes.append(
-            f"weights {scheme}: {megabytes(nbytes)}, {stored_bits(nbytes, weights):.2f} stored bits each, "
+            f"weights {scheme}: {format_size(nbytes)}, {stored_bits_per_weight(nbytes, weights):.2f} stored bits each, "
             f"with scales in {options.dtype}"
         )
         if container != scheme.bits:
@@ -246,7 +248,7 @@ def _narrow_note(ranges: Ranges | None) -> Iterator[str]:
         )
 
 
-def _scheme_sizes(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[Scheme, tuple[int, int]]:
+def _scheme_sizes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> dict[Scheme, tuple[int, int]]:
     """Return each scheme's bytes of codes and scales, and its number of weights, sorted by the schemes' text."""
     nbytes = packed_bytes(streamed)
     matrices = [matrix for matrix in plan.matrices.values() if matrix.has_codes]

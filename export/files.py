@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffquant.checkpoints.side_files import POINTER, holds_pointer
+from diffquant.checkpoints.side_files import POINTER, is_lfs_pointer_file
 from diffquant.errors import CheckpointError
 
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
@@ -43,7 +43,7 @@ def check_exported(folder: Path) -> None:
     if model_file(folder).is_file():
         layout = layout_of(folder)
         for name in (layout.model, layout.data):
-            if (folder / name).is_file() and holds_pointer(folder / name):
+            if (folder / name).is_file() and is_lfs_pointer_file(folder / name):
                 raise CheckpointError(f"{folder / name} {POINTER}")
         return
     if not folder.exists():

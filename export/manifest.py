@@ -58,7 +58,7 @@ def write_manifest(
         "options": options.to_dict(),
         "source": source,
         **FileDigests.within(folder, (layout.model, layout.data)).to_dict(),
-        "calibration": FileDigests.of(file for file in [folder / RANGES_FILE] if file.exists()).to_dict(),
+        "calibration": FileDigests.compute(file for file in [folder / RANGES_FILE] if file.exists()).to_dict(),
         "tensors": tensors,
     }
     write_atomically(folder / FILE, json.dumps(entry, indent=2) + "\n")

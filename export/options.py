@@ -11,7 +11,7 @@ from diffquant.errors import UsageError
 from diffquant.onnx.files import PLAIN, PORTABLE, Layout
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.recipe.targets import parse_for, refusal
+from diffquant.recipe.targets import parse_target_scheme, refusal
 from diffquant.support.names import option_name
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class ExportOptions:
     @classmethod
     def parse(cls, weights: str = "16", logits: str = "16", **others: Any) -> "ExportOptions":
         """Make options; schemes are texts such as "4:g32", and other options have the names of the attributes."""
-        return cls(weights=parse_for("weights", weights), logits=parse_for("logits", logits), **others)
+        return cls(
+            weights=parse_target_scheme("weights", weights), logits=parse_target_scheme("logits", logits), **others
+        )
 
     @property
     def opset(self) -> int:
@@ -151,13 +153,13 @@ def check_runtime(options: ExportOptions) -> None:
     Raises:
         UsageError: it cannot; the message names what it lacks.
     """
-    floor = runtime_floor(options)
+    floor = oldest_runtime(options)
     if _parse_version(onnxruntime.__version__) < _parse_version(floor):
         cache = f" with a {options.kv_bits}-bit KV cache" if options.kv_bits < 16 else ""
         raise UsageError(f"a model{cache} needs ONNX Runtime {floor}; installed is {onnxruntime.__version__}")
 
 
-def runtime_floor(options: ExportOptions, has_stacked_codes: bool = False) -> str:
+def oldest_runtime(options: ExportOptions, has_stacked_codes: bool = False) -> str:
     """Return the oldest ONNX Runtime version that loads the model; `make test-all ONLY=readers` tests it.
 
     Args:

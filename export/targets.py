@@ -31,9 +31,9 @@ class ExportFormat:
 
 
 def _load_onnx_runtime() -> "Runtime":
-    from diffquant.onnx import require
+    from diffquant.onnx import check_installed
 
-    require()
+    check_installed()
     from diffquant.onnx.runtime.scoring import OnnxRuntime
 
     return OnnxRuntime()
@@ -43,13 +43,13 @@ ONNX = ExportFormat("onnx", lambda folder: model_file(folder).is_file(), _load_o
 TARGETS = {ONNX.name: ONNX}
 
 
-def register(target: ExportFormat) -> ExportFormat:
+def register_format(target: ExportFormat) -> ExportFormat:
     """Add a target to `TARGETS`, and return it."""
     TARGETS[target.name] = target
     return target
 
 
-def target_of(folder: Path) -> ExportFormat | None:
+def export_format_of(folder: Path) -> ExportFormat | None:
     """Return the export format of a folder, or None if it is a checkpoint."""
     return next((target for target in TARGETS.values() if target.opens(folder)), None)
 
@@ -60,5 +60,5 @@ def runtime_of(folder: Path) -> "Runtime | None":
     Raises:
         MissingDependencyError: the runtime's library is not installed.
     """
-    target = target_of(folder)
+    target = export_format_of(folder)
     return None if target is None else target.runtime()

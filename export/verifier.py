@@ -18,22 +18,22 @@ from diffquant.checkpoints.ranges import read_any_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, ToleranceError, UsageError
 from diffquant.onnx.files import RANGES_FILE, check_exported
-from diffquant.onnx.graph.body import BodyKind, body
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, OpAttributes, schema
+from diffquant.onnx.graph.body import BodyKind, make_function_body
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, AttentionAttributes, schema
 from diffquant.onnx.graph.ops import MATMUL, QUANTIZED_ATTENTION, matmul_function, quantized_attention_function
 from diffquant.onnx.graph.plan import check_exportable
 from diffquant.onnx.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.onnx.runtime.device import RuntimeDevice
 from diffquant.onnx.runtime.generation import read_context_length
 from diffquant.onnx.runtime.interface import load_graph
-from diffquant.onnx.verification.caches import cache_scales, scale_error
+from diffquant.onnx.verification.caches import read_cache_scales, scale_error
 from diffquant.onnx.verification.comparison import Comparison
 from diffquant.onnx.verification.passages import sample_passages
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import Measure, Verification
 from diffquant.support.digests import FileDigests
 from diffquant.support.machine import keep_freed_memory
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # Largest relative difference of a cache's scale from calibration's.
 SCALE_LIMIT = 0.01
@@ -47,7 +47,7 @@ def verify(
     tolerance: float | None = None,
     threads: int = 0,
     device: str = "auto",
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> Verification:
     """Compare an exported folder with the checkpoint it was made from.
 
@@ -80,10 +80,12 @@ def verify(
     _check_source(manifest, source)
     graph = load_graph(folder)
     with keep_freed_memory(), _few_threads(source):
-        reference = find_reference(source)(source, manifest.options, cache_scales(graph), exact_bits(graph))
+        reference = find_reference(source)(
+            source, manifest.options, read_cache_scales(graph), find_float32_matmul_bits(graph)
+        )
         rotary = getattr(reference.model.model, "rotary_emb", None)
         positions = source.architecture.max_position_embeddings
-        rotation = None if rotary is None else rotation_excess(graph, rotary, positions)
+        rotation = None if rotary is None else rope_error_ratio(graph, rotary, positions)
         passages = sample_passages(source, reference.model.config)
         comparison = Comparison(
             folder,
@@ -95,7 +97,7 @@ def verify(
             device=chosen.name,
             progress=progress,
         )
-        verification = comparison.verification(
+        verification = comparison.verify_all_routes(
             scales=_scale_error(folder, manifest, reference),
             rotation=None if rotation is None else Measure(rotation, 1.0),
             bodies=body_problems(graph, reference.width),
@@ -126,7 +128,7 @@ def find_reference(source: Source) -> type[Reference]:
     return twin
 
 
-def exact_bits(graph: ModelProto) -> set[int]:
+def find_float32_matmul_bits(graph: ModelProto) -> set[int]:
     """Return the bit widths of weights that a graph multiplies with float32 activations; 8 only in older exports."""
     products = [{each.name: each.i for each in node.attribute} for node in graph.graph.node if node.op_type == MATMUL]
     return {product["bits"] for product in products if product["accuracy_level"] == 1}
@@ -141,7 +143,7 @@ def _scale_error(folder: Path, manifest: Manifest, reference: Reference) -> Meas
 
 def _check_source(manifest: Manifest, source: Source) -> None:
     exported = manifest.weights
-    if FileDigests.of(source.checkpoint.weight_files(), exported.algorithm).contents != exported.contents:
+    if FileDigests.compute(source.checkpoint.weight_files(), exported.algorithm).digest_set != exported.digest_set:
         raise CheckpointError(
             f"the folder was exported from {manifest.source['name']}, whose weights are not those of {source.path}; "
             "give the checkpoint that it was exported from"
@@ -155,7 +157,7 @@ _UNIT = {"float32": 2.0**-22, "float16": 2.0**-10}
 _PER_RADIAN = 2.0**-22
 
 
-def rotation_excess(graph: onnx.ModelProto, rotary: LlamaRotaryEmbedding, positions: int) -> float | None:
+def rope_error_ratio(graph: onnx.ModelProto, rotary: LlamaRotaryEmbedding, positions: int) -> float | None:
     """Return the error of a graph's RoPE tables divided by the error that rounding explains.
 
     Args:
@@ -230,9 +232,11 @@ def _make_body(node: NodeProto, found: FunctionProto, width: int, widest: int) -
         return quantized_attention_function(opset, attributes["kv_bit_width"], bool(attributes["do_rotary"]))
     given = {name for name, value in zip(_INPUTS, node.input, strict=False) if value}
     # Layers may differ in their windows, and share a body made for the widest.
-    of_all = replace(OpAttributes(**attributes), local_window_size=widest)
+    of_all = replace(AttentionAttributes(**attributes), local_window_size=widest)
     kind: BodyKind = "contrib" if CONTRIB in versions else "pure"
-    return body(kind, of_all, width, opset, "past_key" in given, [gate for gate in GATES if gate in given])
+    return make_function_body(
+        kind, of_all, width, opset, "past_key" in given, [gate for gate in GATES if gate in given]
+    )
 
 
 def _attributes(node: NodeProto) -> dict[str, Any]:

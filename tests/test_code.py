@@ -12,7 +12,7 @@ import pytest
 import diffquant.measure
 import diffquant.model
 from diffquant.quantization.loading import MODEL_MODULES
-from diffquant.support.installation import CHANGED, code_digest, commit
+from diffquant.support.installation import CHANGED, find_commit, result_version_digest
 from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[1]
@@ -20,26 +20,27 @@ PERPLEXITY = "diffquant.measure.tasks.perplexity"
 
 
 def test_a_raised_version_changes_the_digest_of_what_it_computes_alone(monkeypatch):
-    model, task = code_digest(MODEL_MODULES), code_digest([PERPLEXITY])
+    model, task = result_version_digest(MODEL_MODULES), result_version_digest([PERPLEXITY])
     monkeypatch.setattr(diffquant.measure, "RESULT_VERSION", 999)
-    assert code_digest(MODEL_MODULES) == model
-    assert code_digest([PERPLEXITY]) != task
+    assert result_version_digest(MODEL_MODULES) == model
+    assert result_version_digest([PERPLEXITY]) != task
     monkeypatch.setattr(diffquant.model, "RESULT_VERSION", 999)
-    assert code_digest(MODEL_MODULES) != model
+    assert result_version_digest(MODEL_MODULES) != model
 
 
 def test_the_version_of_a_module_itself_counts_before_its_package_s(monkeypatch):
-    before, others = code_digest([PERPLEXITY]), code_digest(["diffquant.measure.tasks.hellaswag"])
+    before, others = result_version_digest([PERPLEXITY]), result_version_digest(["diffquant.measure.tasks.hellaswag"])
     monkeypatch.setattr(f"{PERPLEXITY}.RESULT_VERSION", 2, raising=False)
-    assert code_digest([PERPLEXITY]) != before
-    assert code_digest(["diffquant.measure.tasks.hellaswag"]) == others
+    assert result_version_digest([PERPLEXITY]) != before
+    assert result_version_digest(["diffquant.measure.tasks.hellaswag"]) == others
 
 
 @thorough
 def test_processes_agree():
-    program = f"from diffquant.support.installation import code_digest; print(code_digest({MODEL_MODULES!r}))"
+    program = "from diffquant.support.installation import result_version_digest as digest; "
+    program += f"print(digest({MODEL_MODULES!r}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == code_digest(reversed(MODEL_MODULES))
+    assert done.stdout.strip() == result_version_digest(reversed(MODEL_MODULES))
 
 
 def test_a_module_of_the_user_s_has_the_bytes_of_its_file(tmp_path, monkeypatch):
@@ -47,11 +48,11 @@ def test_a_module_of_the_user_s_has_the_bytes_of_its_file(tmp_path, monkeypatch)
     file.write_text("LIMIT = 1\n")
     spec = importlib.util.spec_from_file_location("own_task", file)
     monkeypatch.setitem(sys.modules, "own_task", importlib.util.module_from_spec(spec))
-    before = code_digest(["own_task"])
+    before = result_version_digest(["own_task"])
     file.write_text("LIMIT = 2\n")
-    assert code_digest(["own_task"]) != before
+    assert result_version_digest(["own_task"]) != before
     with pytest.raises(ValueError, match="nowhere has no source file"):
-        code_digest(["nowhere"])
+        result_version_digest(["nowhere"])
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def installed(tmp_path_factory):
 
 
 def commit_of(folder):
-    program = "from diffquant.support.installation import commit; print(commit() or '')"
+    program = "from diffquant.support.installation import find_commit; print(find_commit() or '')"
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
@@ -74,7 +75,7 @@ def test_the_commit_is_the_checkouts_and_none_elsewhere(installed, tmp_path):
     if git is None or not (ROOT / ".git").exists():
         pytest.skip("no checkout")
     head = subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert (commit() or "").removesuffix(CHANGED) == head.strip()
+    assert (find_commit() or "").removesuffix(CHANGED) == head.strip()
     assert commit_of(installed.parent) is None
     # An environment may stand inside another project's checkout.
     subprocess.run([git, "init", "--quiet"], cwd=tmp_path, check=True)

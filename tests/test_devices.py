@@ -17,7 +17,7 @@ from diffquant.measure.sweep.exported import ExportedSubject
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.plan import plan_sweep
 from diffquant.onnx import export
-from diffquant.onnx.native import kernel_name
+from diffquant.onnx.native import attention_instruction_set
 from diffquant.onnx.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
 from diffquant.onnx.targets import runtime_of
 from diffquant.support.devices import check_device, is_bfloat16_native, resolve_device
@@ -105,11 +105,11 @@ def test_an_exported_folder_runs_where_its_runtime_can_and_checkpoints_on_the_de
     subjects = run.subjects
     subject = subjects[models[1]]
     assert isinstance(subject, ExportedSubject)
-    assert subject.model.identity["kernel"] == kernel_name()
+    assert subject.model.identity["kernel"] == attention_instruction_set()
     # A worker that compares it with its checkpoint holds both.
-    assert replace(subject, compared_with=None).held_bytes == subject.model.weight_bytes
+    assert replace(subject, compared_with=None).peak_weight_bytes == subject.model.weight_bytes
     both = replace(subject, compared_with=subjects[models[0]])
-    assert both.held_bytes == subject.model.weight_bytes + both.compared_with.held_bytes
+    assert both.peak_weight_bytes == subject.model.weight_bytes + both.compared_with.peak_weight_bytes
     assert runtime_of(models[1]).open(models[1], subject.device).runtime.device.kind == "cpu"
 
 

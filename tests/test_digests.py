@@ -16,7 +16,7 @@ def files(tmp_path):
 
 def test_digests_are_xxhashs(files):
     expected = {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files}
-    assert FileDigests.of(files).to_dict() == {"xxh3_128": expected}
+    assert FileDigests.compute(files).to_dict() == {"xxh3_128": expected}
     assert content_digest(files[2]) == expected["c"]
 
 
@@ -24,16 +24,16 @@ def test_files_that_were_recorded_with_sha256_are_known_again(files, tmp_path):
     record = {"bytes": 1, "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}}
     digests = FileDigests.read(record)
     assert digests.changed_files(tmp_path) == []
-    assert digests == FileDigests.of(files, digests.algorithm)
+    assert digests == FileDigests.compute(files, digests.algorithm)
     files[0].write_bytes(b"\0")
     files[1].unlink()
     assert digests.changed_files(tmp_path) == ["a", "b"]
 
 
 def test_files_under_other_names_have_the_same_contents(files, tmp_path):
-    before = FileDigests.of(files)
+    before = FileDigests.compute(files)
     renamed = [file.rename(tmp_path / f"model-{file.name}") for file in files]
-    assert FileDigests.of(renamed).contents == before.contents
+    assert FileDigests.compute(renamed).digest_set == before.digest_set
     assert before.changed_files(tmp_path) == ["a", "b", "c"]
 
 

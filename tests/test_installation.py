@@ -29,9 +29,9 @@ def not_ours(name):
         raise importlib.metadata.PackageNotFoundError(name)
     return found(name)
 importlib.metadata.Distribution.from_name = not_ours
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.support.installation import versions
-print(versions()["diffquant"], environment()["versions"]["diffquant"])
+print(versions()["diffquant"], describe_environment()["versions"]["diffquant"])
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diffquant.data import pocket_models
-from diffquant.support.files import PlacedFile
+from diffquant.support.files import PreallocatedFile
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
@@ -109,7 +109,7 @@ def test_threads_put_bytes_in_their_places(tmp_path, monkeypatch, has_pwrite):
     if not has_pwrite:
         monkeypatch.delattr("os.pwrite")
     expected = bytes(range(256)) * 64
-    with closing(PlacedFile(tmp_path / "file", len(expected))) as file, ThreadPoolExecutor(8) as pool:
+    with closing(PreallocatedFile(tmp_path / "file", len(expected))) as file, ThreadPoolExecutor(8) as pool:
         offsets = range(len(expected) - 7, -7, -7)
         pieces = [(max(0, o), expected[max(0, o) : o + 7]) for o in offsets]
         list(pool.map(lambda piece: file.put(memoryview(piece[1]), piece[0]), pieces))

@@ -126,16 +126,16 @@ def test_the_time_left_is_never_nothing_while_work_is_left(monkeypatch):
     countdown = Countdown(0.0)
     clock[0] = 10.0
     countdown.report(0.2)
-    assert countdown.left == pytest.approx(40)
+    assert countdown.seconds_left == pytest.approx(40)
     clock[0] = 15.0
-    assert countdown.left == pytest.approx(35)
+    assert countdown.seconds_left == pytest.approx(35)
     # A step that takes ten times as long as those before: the mean is what is known.
     clock[0] = 110.0
-    assert countdown.left == pytest.approx(110 * 0.62 / 0.38)
+    assert countdown.seconds_left == pytest.approx(110 * 0.62 / 0.38)
     countdown.report(0.4)
-    assert countdown.left == pytest.approx(165)
+    assert countdown.seconds_left == pytest.approx(165)
     clock[0] = 10000.0
-    assert countdown.left > 1000
+    assert countdown.seconds_left > 1000
 
 
 WAITING = """

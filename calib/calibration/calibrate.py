@@ -11,15 +11,15 @@ from torch import Tensor
 from diffquant.calib.calibration.observe import (
     BATCH_TOKENS,
     Projections,
-    by_token,
+    flatten_tokens,
     iterate_projections,
+    make_ranges,
     observe_ranges,
-    to_ranges,
 )
 from diffquant.calib.calibration.observers import Observer
 from diffquant.checkpoints.calibration import read_calibration
 from diffquant.checkpoints.corpora import Sources, open_corpora
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
@@ -32,11 +32,11 @@ from diffquant.recipe.numbers.absmax import max_code
 from diffquant.recipe.targets import CALIBRATED_TARGETS
 from diffquant.reports.tables import align_columns
 from diffquant.support.devices import resolve_device, resolve_dtype
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 
 @dataclass(frozen=True)
-class Fit:
+class RangeQuality:
     """Quantization error of one layer's K, V or logits under calibrated ranges, measured on held-out text.
 
     Attributes:
@@ -53,14 +53,14 @@ class Fit:
 
 
 @torch.inference_mode()
-def measure_fit(
+def measure_range_quality(
     model: DiffTransformer,
     ids: Tensor,
     tensors: Mapping[str, Tensor],
     bits: int,
     batch_tokens: int,
-    progress: Progress = silent,
-) -> list[Fit]:
+    progress: Progress = report_nothing,
+) -> list[RangeQuality]:
     """Measure the quantization error of each layer's K, V and logits under calibrated ranges, on held-out windows.
 
     Args:
@@ -71,7 +71,7 @@ def measure_fit(
         batch_tokens: largest number of tokens per forward pass.
     """
     spec, layers = model.config.diff_spec, model.config.num_hidden_layers
-    fits: list[Fit] = []
+    fits: list[RangeQuality] = []
     for number, projections in enumerate(iterate_projections(model, ids, batch_tokens)):
         names = {target: f"layers.{number}.{target}" for target in CALIBRATED_TARGETS}
         ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
@@ -111,10 +111,10 @@ class RoundingLoss:
         self._signal += float(values.square().sum(dtype=torch.float64))
         self.noise += float((values - read_back).square_().sum(dtype=torch.float64))
 
-    def to_fit(self, layer: int, target: str) -> Fit:
+    def to_fit(self, layer: int, target: str) -> RangeQuality:
         """Return the error of all values added so far, as that of a layer's target."""
         sqnr = 10 * math.log10(self._signal / self.noise) if self._signal and self.noise else math.inf
-        return Fit(layer, target, self.clipped / max(1, self.count), sqnr)
+        return RangeQuality(layer, target, self.clipped / max(1, self.count), sqnr)
 
 
 def _layer_losses(
@@ -123,9 +123,9 @@ def _layer_losses(
     losses = {target: RoundingLoss() for target in ranges}
     for q, k, v, _ in projections:
         if "k" in ranges:
-            losses["k"].add(by_token(k), ranges["k"], bits)
+            losses["k"].add(flatten_tokens(k), ranges["k"], bits)
         if "v" in ranges:
-            losses["v"].add(by_token(v), ranges["v"], bits)
+            losses["v"].add(flatten_tokens(v), ranges["v"], bits)
         if "logits" in ranges:
             for first, block in iterate_unmasked_logits(q, k, spec):
                 losses["logits"].add(block.tril_(first), ranges["logits"][:, None, None], bits)
@@ -134,7 +134,7 @@ def _layer_losses(
     return losses
 
 
-def fit_table(fits: Sequence[Fit], bits: int) -> str:
+def fit_table(fits: Sequence[RangeQuality], bits: int) -> str:
     """Format fits as a text table with a line for each target: the mean over the layers, and the worst layer."""
     head = ["target", "clipped", "at most", "SQNR", "at least", "worst in"]
     lines = []
@@ -157,10 +157,10 @@ def calibrate(
     window: int = 512,
     dtype: str = "float32",
     device: str = "auto",
-    places: Places | None = None,
+    places: OffloadPlan | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
-) -> tuple[Ranges, list[Fit]]:
+    progress: Progress = report_nothing,
+) -> tuple[Ranges, list[RangeQuality]]:
     """Calibrate ranges on the first half of a text's windows, and measure their error on the second half.
 
     Args:
@@ -199,8 +199,8 @@ def calibrate(
         )
     observed, held_out = ids.tensor_split([(len(ids) + 1) // 2])
     tensors = observe_ranges(model, observed, targets, observer, batch_tokens, progress)
-    fits = measure_fit(model, held_out, tensors, observer.bits, batch_tokens, progress)
-    return to_ranges(source, model, observed, calibration.digest, observer, tensors), fits
+    fits = measure_range_quality(model, held_out, tensors, observer.bits, batch_tokens, progress)
+    return make_ranges(source, model, observed, calibration.digest, observer, tensors), fits
 
 
 def _check_targets(targets: Sequence[str]) -> None:

@@ -7,20 +7,20 @@ from torch import Tensor
 
 from diffquant.checkpoints.calibration import read_calibration
 from diffquant.checkpoints.corpora import Sources, open_corpora
-from diffquant.checkpoints.gguf import gguf_name
+from diffquant.checkpoints.gguf import to_gguf_name
 from diffquant.checkpoints.imatrix import Imatrix, read_imatrix, write_imatrix
 from diffquant.checkpoints.placement import move_to_compute_device
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, NonFiniteError
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches
+from diffquant.model.walk import split_into_batches
 from diffquant.quantization.loading import load
 from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
 from diffquant.recipe import Recipe
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.names import first_few, option_name
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # Largest number of tokens per forward pass of a layer.
 _BATCH_TOKENS = 4096
@@ -35,8 +35,8 @@ def write_importance(
     window: int = 512,
     dtype: str = "float32",
     device: str = "auto",
-    places: Places | None = None,
-    progress: Progress = silent,
+    places: OffloadPlan | None = None,
+    progress: Progress = report_nothing,
 ) -> Imatrix:
     """Measure the importance matrix of a 16-bit checkpoint, write it to a file, and return what the file contains.
 
@@ -73,7 +73,7 @@ def write_importance(
         )
     names = {name: source.adapter.source_name(f"{name}.weight") for name in means}
     if source.spec.maps == 1:
-        names = {name: gguf_name(stored) for name, stored in names.items()}
+        names = {name: to_gguf_name(stored) for name, stored in names.items()}
     datasets = [each["name"] for each in calibration.record["sources"]]
     count, length = calibration.ids.shape
     named = {names[name]: values for name, values in means.items()}
@@ -83,7 +83,7 @@ def write_importance(
 
 @torch.inference_mode()
 def mean_squares(
-    model: CausalModel, ids: Tensor, batch_tokens: int = _BATCH_TOKENS, progress: Progress = silent
+    model: CausalModel, ids: Tensor, batch_tokens: int = _BATCH_TOKENS, progress: Progress = report_nothing
 ) -> dict[str, Tensor]:
     """Measure the mean square of each input channel of the linear modules in the layers, and of an untied head.
 
@@ -95,22 +95,22 @@ def mean_squares(
         float64 [input channels] by the module's name, such as "model.layers.0.mlp.down_proj" or "lm_head".
     """
     means: dict[str, Tensor] = {}
-    walk, glance = model.walk(ids.shape[1]), model.walk(2)
-    states = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
+    runner, glance = model.new_layer_runner(ids.shape[1]), model.new_layer_runner(2)
+    states = [runner.embed(batch) for batch in split_into_batches(ids, batch_tokens)]
     # A run on two tokens shows which modules share an input.
     glimpse = glance.embed(ids[:1, :2])
-    for number, layer in enumerate(walk.layers):
+    for number, layer in enumerate(runner.layers):
         with move_to_compute_device(layer):
             readers, glimpse = group_by_input(glance, layer, glimpse)
             sums = [torch.zeros((), dtype=torch.float64, device=ids.device)] * len(readers)
             for place, state in enumerate(states):
-                seen, states[place] = collect_inputs(walk, layer, [names[0] for names in readers], state)
+                seen, states[place] = collect_inputs(runner, layer, [names[0] for names in readers], state)
                 sums = [each + _squares(seen[names[0]]) for each, names in zip(sums, readers, strict=True)]
         for total, names in zip(sums, readers, strict=True):
             means |= dict.fromkeys([f"model.layers.{number}.{name}" for name in names], (total / ids.numel()).cpu())
-        progress(number + 1, len(walk.layers), "measuring inputs")
+        progress(number + 1, len(runner.layers), "measuring inputs")
     if not model.model.architecture.tie_word_embeddings:
-        normalized = (walk.decoder.normalize(walk.hidden(state)) for state in states)
+        normalized = (runner.decoder.normalize(runner.hidden_states(state)) for state in states)
         means["lm_head"] = (sum(map(_squares, normalized), torch.zeros(())) / ids.numel()).cpu()
     return means
 

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from diffquant.calib.calibration.calibrate import RoundingLoss
-from diffquant.calib.calibration.observe import Projections, by_token, iterate_projections, layer_ranges, to_ranges
+from diffquant.calib.calibration.observe import (
+    Projections,
+    compute_layer_ranges,
+    flatten_tokens,
+    iterate_projections,
+    make_ranges,
+)
 from diffquant.calib.calibration.observers import Observer
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.source import Source, open_source
@@ -18,7 +24,7 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.loading import load_by_layer
 from diffquant.recipe import Recipe
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # Keys and values within a window are similar, above all if attention is flat: many short windows are more varied than a
 # few long ones with as many tokens.
@@ -31,7 +37,10 @@ _BITS = 8
 
 
 def calibrate_cache(
-    path: Path | str | Source, recipe: Recipe | None = None, ids: Tensor | None = None, progress: Progress = silent
+    path: Path | str | Source,
+    recipe: Recipe | None = None,
+    ids: Tensor | None = None,
+    progress: Progress = report_nothing,
 ) -> Ranges:
     """Calibrate ranges of K and V for caches of any bit width: 1.1 times the largest magnitudes on a text.
 
@@ -54,12 +63,12 @@ def calibrate_cache(
     tensors: dict[str, Tensor] = {}
     with torch.inference_mode():
         for number, projections in enumerate(iterate_projections(model, ids, _BATCH_TOKENS)):
-            found = layer_ranges(model, number, projections, ("k", "v"), observer)
+            found = compute_layer_ranges(model, number, projections, ("k", "v"), observer)
             if found and len(projections) > 1:
                 losses[number] = _held_out_loss(model, number, projections, observer)
             tensors |= {name: _MARGIN * largest for name, largest in found.items()}
             progress(number + 1, layers, "calibrating")
-    ranges = to_ranges(source, model, ids, text_digest(text), observer, tensors)
+    ranges = make_ranges(source, model, ids, text_digest(text), observer, tensors)
     layer = max(losses, key=losses.__getitem__)
     held_out = {"layer": layer, "loss": round(losses[layer], 1)}
     return replace(ranges, settings={**ranges.settings, "margin": _MARGIN, "held_out": held_out})
@@ -72,12 +81,12 @@ def _held_out_loss(model: CausalModel, number: int, projections: list[Projection
     batch itself; the larger of the two ratios.
     """
     parts = (projections[:-1], projections[-1:])
-    ranges = [layer_ranges(model, number, part, ("k", "v"), observer) for part in parts]
+    ranges = [compute_layer_ranges(model, number, part, ("k", "v"), observer) for part in parts]
     ratios = []
     for target, states in zip(("k", "v"), projections[-1][-1], strict=True):
         seen, fitted = (RoundingLoss() for _ in parts)
         for loss, of, margin in zip((seen, fitted), ranges, (_MARGIN, 1.0), strict=True):
-            loss.add(by_token(states), margin * of[f"layers.{number}.{target}"], _BITS)
+            loss.add(flatten_tokens(states), margin * of[f"layers.{number}.{target}"], _BITS)
         ratios.append(math.sqrt(seen.noise / max(fitted.noise, 1e-30)))
     return max(ratios)
 

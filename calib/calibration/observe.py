@@ -6,19 +6,19 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from diffquant.calib.calibration.observers import Magnitudes, Observer, key_ranges
+from diffquant.calib.calibration.observers import MagnitudeHistogram, Observer, key_ranges
 from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.source import Source
 from diffquant.errors import NonFiniteError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches, iterate_unmasked_logits
+from diffquant.model.walk import iterate_unmasked_logits, split_into_batches
 from diffquant.quantization.loading import MODEL_MODULES
 from diffquant.recipe.numbers.absmax import is_finite
-from diffquant.support.installation import code_digest, versions
+from diffquant.support.installation import result_version_digest, versions
 from diffquant.support.names import option_name
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # A layer's rotated queries and keys, its values, and its keys and values as cached, [B, heads, T, width] each.
 Projections = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
@@ -38,21 +38,21 @@ def iterate_projections(model: CausalModel, ids: Tensor, batch_tokens: int) -> I
     Raises:
         NonFiniteError: the model computes NaN or infinity.
     """
-    walk = model.walk(ids.shape[1])
-    inputs = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
-    last = len(walk.layers) - 1
-    for number, layer in enumerate(walk.layers):
+    runner = model.new_layer_runner(ids.shape[1])
+    inputs = [runner.embed(batch) for batch in split_into_batches(ids, batch_tokens)]
+    last = len(runner.layers) - 1
+    for number, layer in enumerate(runner.layers):
         with move_to_compute_device(layer):
-            projected = [(x, walk.project(layer, x)) for x in inputs]
-            yield [(*each, walk.cached_states(layer, x, each)) for x, each in projected if each is not None]
+            projected = [(x, runner.project(layer, x)) for x in inputs]
+            yield [(*each, runner.cached_states(layer, x, each)) for x, each in projected if each is not None]
             if number == last:
                 return
-            inputs = [walk.run(layer, x) for x in inputs]
-        if not all(is_finite(walk.hidden(x)) for x in inputs):
+            inputs = [runner.run_layer(layer, x) for x in inputs]
+        if not all(is_finite(runner.hidden_states(x)) for x in inputs):
             raise NonFiniteError(f"layer {number} computes NaN or infinity; use {option_name('dtype', 'float32')}")
 
 
-def by_token(states: Tensor) -> Tensor:
+def flatten_tokens(states: Tensor) -> Tensor:
     """Convert keys or values [batch, heads, tokens, width] to float32 [batch·tokens, heads, width]."""
     return states.float().transpose(1, 2).flatten(0, 1)
 
@@ -68,7 +68,7 @@ def observe_ranges(
     targets: Collection[str],
     observer: Observer,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> dict[str, Tensor]:
     """Run a model and return the ranges of its activations, by names such as "layers.0.k".
 
@@ -88,12 +88,12 @@ def observe_ranges(
     layers = model.config.num_hidden_layers
     tensors: dict[str, Tensor] = {}
     for number, projections in enumerate(iterate_projections(model, ids, batch_tokens)):
-        tensors |= layer_ranges(model, number, projections, targets, observer)
+        tensors |= compute_layer_ranges(model, number, projections, targets, observer)
         progress(number + 1, layers, "calibrating")
     return tensors
 
 
-def layer_ranges(
+def compute_layer_ranges(
     model: CausalModel, number: int, projections: list[Projections], targets: Collection[str], observer: Observer
 ) -> dict[str, Tensor]:
     """Return the ranges of one layer by names such as "layers.0.k", except those of targets that the layer lacks.
@@ -114,7 +114,7 @@ def _nonzero(ranges: Tensor) -> Tensor:
     return torch.where(ranges == 0, 1.0, ranges)
 
 
-def to_ranges(
+def make_ranges(
     source: Source, model: CausalModel, ids: Tensor, digest: str, observer: Observer, tensors: dict[str, Tensor]
 ) -> Ranges:
     """Return ranges together with the checkpoint's fingerprint and the calibration settings that they depend on.
@@ -137,7 +137,7 @@ def to_ranges(
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": versions(),
         # No date and no commit: the file's digest identifies results, so equal ranges must give equal files.
-        "code": code_digest((*MODEL_MODULES, __name__)),
+        "code": result_version_digest((*MODEL_MODULES, __name__)),
     }
     return Ranges(source.fingerprint, settings, observer.bits if observer.kind == "mse" else None, tensors)
 
@@ -148,10 +148,10 @@ def _ranges_of_targets(
     """Return one layer's ranges of the given targets: k [key heads, d], v [h_kv, dv], logits [query heads]."""
     ranges = {}
     if "k" in targets:
-        keys = torch.cat([by_token(cached[0]) for *_, cached in projections])
+        keys = torch.cat([flatten_tokens(cached[0]) for *_, cached in projections])
         ranges["k"] = key_ranges(observer, keys, spec).view(keys.shape[1:])
     if "v" in targets:
-        values = torch.cat([by_token(cached[1]) for *_, cached in projections])
+        values = torch.cat([flatten_tokens(cached[1]) for *_, cached in projections])
         ranges["v"] = observer.ranges(values.abs().flatten(1)).view(values.shape[1:])
     if "logits" in targets:
         ranges["logits"] = _logit_ranges(projections, observer, spec)
@@ -160,11 +160,11 @@ def _ranges_of_targets(
 
 def _logit_ranges(projections: list[Projections], observer: Observer, spec: DiffSpec) -> Tensor:
     """Return the ranges [query heads] of one layer's logits, in DiffTransformer's head order."""
-    heads = [Magnitudes() for _ in range(spec.layout.query_heads)]
+    heads = [MagnitudeHistogram() for _ in range(spec.layout.query_heads)]
     for queries, keys, *_ in projections:
         for first, block in iterate_unmasked_logits(queries, keys, spec):
             for head, logits in zip(heads, block.unbind(1), strict=True):
                 head.add_causal(logits, first)
     counts = torch.stack([head.counts for head in heads])
     largest = torch.cat([head.largest for head in heads])
-    return observer.ranges_from_histograms(counts, Magnitudes.bin_centers(), largest)
+    return observer.ranges_from_histograms(counts, MagnitudeHistogram.bin_centers(), largest)

@@ -21,7 +21,7 @@ _INFINITY = 0x7F800000 >> _DROPPED_BITS
 QUANTILE_ERROR = 2.0**-8
 
 
-class Magnitudes:
+class MagnitudeHistogram:
     """A histogram of magnitudes with 128 bins per octave: a bin is a float32's exponent and its first 7 fraction bits.
 
     Attributes:
@@ -75,7 +75,7 @@ class Magnitudes:
         *outer, queries, keys = logits.shape
         self.add(magnitudes, magnitudes.numel() - count_visible_logits(math.prod(outer), queries, keys, window))
 
-    def merge(self, other: "Magnitudes") -> None:
+    def merge(self, other: "MagnitudeHistogram") -> None:
         """Add another histogram's counts."""
         self.counts += other.counts
         self._keep(other.largest)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffquant.calib.search.result import Width, code_width, format_width
+from diffquant.calib.search.result import Width, count_code_bits, format_width
 from diffquant.calib.search.units import Unit
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
-from diffquant.reports.tables import stored_bits
+from diffquant.reports.tables import stored_bits_per_weight
 from diffquant.support.installation import install_command
 from diffquant.support.names import option_name
 
@@ -53,7 +53,7 @@ class Budget:
     def __str__(self) -> str:
         return f"{self.bits:g} bits" if self.bits is not None else f"{(self.nbytes or 0) / 1e6:g} MB"
 
-    def limits(self, units: Sequence[Unit]) -> list[tuple[list[Unit], float]]:
+    def list_limits(self, units: Sequence[Unit]) -> list[tuple[list[Unit], float]]:
         """Return groups of units, each with its limit in bytes: one per target, or all units together for `nbytes`."""
         if self.nbytes is not None:
             return [(list(units), float(self.nbytes))]
@@ -70,20 +70,20 @@ class Budget:
         """
         if self.nbytes is not None and any(unit.target != "weights" for unit in units):
             raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
-        for group, limit in self.limits(units):
+        for group, limit in self.list_limits(units):
             narrowest, *_, widest = sort_widths(group, widths)
             least = total_bytes(group, narrowest)
             if least > limit * (1 + 1e-9):
                 elements = sum(unit.elements for unit in group)
                 # Rounded up, so that a budget with the reported number is sufficient.
-                each = math.ceil(100 * stored_bits(least, elements)) / 100
+                each = math.ceil(100 * stored_bits_per_weight(least, elements)) / 100
                 needed = f"{least / 1e6:.1f} MB" if self.nbytes is not None else f"{each:.2f} stored bits each"
                 raise UsageError(
                     f"the budget of {self} is below the narrowest width: {group[0].target} at "
                     f"{format_width(narrowest)} take {needed}, scales included; raise {option_name('budget')}, or add "
                     f"a narrower width to {option_name('bits')}"
                 )
-        if all(total_bytes(group, sort_widths(group, widths)[-1]) < limit for group, limit in self.limits(units)):
+        if all(total_bytes(group, sort_widths(group, widths)[-1]) < limit for group, limit in self.list_limits(units)):
             raise UsageError(
                 f"the budget of {self} allows everything at {format_width(widest)}, the widest width; there is nothing "
                 "to search"
@@ -97,7 +97,7 @@ def total_bytes(units: Sequence[Unit], width: Width) -> float:
 
 def sort_widths(units: Sequence[Unit], widths: Sequence[Width]) -> list[Width]:
     """Sort widths by the total bytes of the units, the smallest first."""
-    return sorted(widths, key=lambda width: (total_bytes(units, width), code_width(width)))
+    return sorted(widths, key=lambda width: (total_bytes(units, width), count_code_bits(width)))
 
 
 def require_scipy() -> None:
@@ -129,7 +129,7 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
     units, widths = list(costs), list(next(iter(costs.values())))
     objective = np.array([costs[unit][bits] for unit in units for bits in widths])
     one_each = np.kron(np.eye(len(units)), np.ones(len(widths)))
-    limits = budget.limits(units)
+    limits = budget.list_limits(units)
     sizes = np.zeros((len(limits), objective.size))
     for row, (group, _) in enumerate(limits):
         members = set(group)
@@ -154,7 +154,7 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
 def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget) -> Allocation:
     """Choose widths without measured costs: two neighbouring widths alternate over the units and use up the budget."""
     chosen: Allocation = {}
-    for group, limit in budget.limits(units):
+    for group, limit in budget.list_limits(units):
         totals = {width: total_bytes(group, width) for width in sort_widths(group, widths)}
         low = [width for width, stored in totals.items() if stored <= limit * (1 + 1e-9)][-1]
         high = next((width for width, stored in totals.items() if stored > totals[low]), low)
@@ -172,4 +172,6 @@ def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget
 def average_bits(allocation: Mapping[Unit, Width], target: str) -> float:
     """Return the mean stored bits per element over the units of a target, such as "weights" or "k"."""
     units = [unit for unit in allocation if unit.target == target]
-    return stored_bits(sum(unit.stored[allocation[unit]] for unit in units), sum(unit.elements for unit in units))
+    return stored_bits_per_weight(
+        sum(unit.stored[allocation[unit]] for unit in units), sum(unit.elements for unit in units)
+    )

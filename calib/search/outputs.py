@@ -23,17 +23,17 @@ from diffquant.errors import OutputExistsError
 from diffquant.reports.page import Charts, Drawing, Report, Section, write_run
 from diffquant.reports.plots import (
     Tips,
+    add_tooltip,
     as_svg,
-    drawing,
+    draw_panel,
     escape_dollars,
-    look,
-    mark_tip,
     new_figure,
-    plain_log_scale,
-    tidy,
+    series_style,
+    set_log_scale,
+    style_axis,
 )
-from diffquant.reports.tables import Table, megabytes
-from diffquant.support.outputs import RunFiles, check_replaced, has_fields
+from diffquant.reports.tables import Table, format_size
+from diffquant.support.outputs import RunFiles, check_replaceable, has_fields
 
 
 def search_table(result: SearchResult) -> str:
@@ -43,7 +43,7 @@ def search_table(result: SearchResult) -> str:
     sentence.
     """
     parts = [] if result.parts is None else [*kinds_table(result).text_lines(), ""]
-    return "\n".join([*candidates_table(result).text_lines(), "", *parts, verdict(result)])
+    return "\n".join([*candidates_table(result).text_lines(), "", *parts, compare_with_uniform(result)])
 
 
 def candidates_table(result: SearchResult) -> Table:
@@ -53,7 +53,7 @@ def candidates_table(result: SearchResult) -> Table:
     return Table(heads, lines, [name == "16 bits" for name, *_ in lines], names=2)
 
 
-def verdict(result: SearchResult) -> str:
+def compare_with_uniform(result: SearchResult) -> str:
     """Return a sentence that compares the searched recipe's KL with that of uniform widths of the same size."""
     searched = result.candidates[0]
     uniform = interpolate_uniform_kl(result)
@@ -70,7 +70,7 @@ def _cells(candidate: Candidate) -> list[str]:
         f"{mean:.2f}" if len(candidate.bits) == 1 else f"{t} {mean:.2f}" for t, mean in candidate.bits.items()
     )
     predicted = "-" if candidate.predicted is None else f"{candidate.predicted:.4g}"
-    size, perplexity = megabytes(candidate.nbytes), f"{candidate.perplexity:.3f}"
+    size, perplexity = format_size(candidate.nbytes), f"{candidate.perplexity:.3f}"
     return [candidate.name, bits, size, perplexity, f"{candidate.kl:.4g}", predicted]
 
 
@@ -80,7 +80,7 @@ def search_report(folder: Path) -> Report:
     patterns = ("recipe-*.yaml", "search-*.json", "search-*.json.xz")
     files = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
     charts = [
-        drawing((6.0, 4.0), partial(draw_pareto, group), f"{group[0].model}: KL by size")
+        draw_panel((6.0, 4.0), partial(draw_pareto, group), f"{group[0].model}: KL by size")
         for group in group_searches(results)
     ]
     sections = [
@@ -89,7 +89,7 @@ def search_report(folder: Path) -> Report:
         Section("Settings", [_settings_facts(results)]),
     ]
     dates = [result.settings["date"] for result in results if "date" in result.settings]
-    headline = [f"{result.model}, {verdict(result)}." for result in results]
+    headline = [f"{result.model}, {compare_with_uniform(result)}." for result in results]
     return Report("search", folder.absolute().name, headline, max(dates, default=""), sections, files)
 
 
@@ -163,7 +163,7 @@ def check_search_output(budget: str, folder: Path) -> None:
     RunFiles(data, _FIELDS, (recipe, picture)).check(folder)
     shared = [name for name in _SHARED if os.path.lexists(folder / name)]
     is_of_searches = any(has_fields(file, _FIELDS) for file in folder.glob("search-*.json"))
-    check_replaced(folder, shared, shared if is_of_searches else ())
+    check_replaceable(folder, shared, shared if is_of_searches else ())
 
 
 def check_same_search(budget: str, source: Source, targets: Collection[str], folder: Path) -> None:
@@ -261,17 +261,17 @@ def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = 
             families["uniform" if is_uniform else candidate.name][name] = candidate
     for number, (family, candidates) in enumerate(families.items()):
         points = sorted((_size(each, is_stored), each.kl, name) for name, each in candidates.items())
-        style = look(number)
+        style = series_style(number)
         style["linestyle"] = "-" if family == "uniform" else "none"
         axis.plot([x for x, _, _ in points], [y for _, y, _ in points], markersize=7, label=family, **style)
         for x, y, name in points:
-            mark_tip(axis, tips, x, y, f"{name}: {x:.4g} {unit}, KL {y:.3g}")
+            add_tooltip(axis, tips, x, y, f"{name}: {x:.4g} {unit}, KL {y:.3g}")
             axis.annotate(escape_dollars(name), (x, y), (7, 4), textcoords="offset points", fontsize=7.5)
     kls = [candidate.kl for candidates in families.values() for candidate in candidates.values()]
     # A KL is 0 if weights need no rounding at a width; it has no logarithm.
     if min(kls) > 0:
         axis.set_ylim(0.6 * min(kls), 1.8 * max(kls))
-        plain_log_scale(axis)
+        set_log_scale(axis)
     axis.margins(x=0.18)
     axis.set_xlabel(
         "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"
@@ -279,7 +279,7 @@ def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = 
     axis.set_ylabel("KL on held-out text, nats")
     axis.set_title(escape_dollars(results[0].model), fontsize=11)
     axis.legend(frameon=False, fontsize=9)
-    tidy(axis, "both")
+    style_axis(axis, "both")
 
 
 def _size(candidate: Candidate, is_stored: bool) -> float:

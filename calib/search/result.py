@@ -17,7 +17,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.scheme import Scheme
 from diffquant.reports.tables import Table
-from diffquant.support.files import find_named, read_text_or_xz
+from diffquant.support.files import list_matching_files, read_text_or_xz
 from diffquant.support.plain_data import parse_json
 
 Width = int | str
@@ -29,7 +29,7 @@ def format_width(width: Width) -> str:
     return f"{width} bits" if isinstance(width, int) else width
 
 
-def code_width(width: Width) -> int:
+def count_code_bits(width: Width) -> int:
     """Return the number of bits of one code of this width, without scales."""
     return format_named(str(width)).code_width
 
@@ -73,7 +73,7 @@ class Measurement:
         elements: number of its elements; see `Unit.elements`.
         kl: KL in nats by width, the widest first; see `Sensitivity.measure_cost`.
         attention: relative error of attention's output by width, the widest first; see `Sensitivity.measure_cost`.
-        chosen: chosen width, or None if it is a part of a layer (see `find_measured_parts`), which gets no width.
+        chosen: chosen width, or None if it is a part of a layer (see `find_unassigned_units`), which gets no width.
     """
 
     name: str
@@ -98,7 +98,7 @@ class SearchResult:
         measurements: costs of the units.
         recipe: searched recipe.
         settings: settings that the measurements depend on.
-        parts: costs of parts of layers (see `find_measured_parts`), or None if they were not measured.
+        parts: costs of parts of layers (see `find_unassigned_units`), or None if they were not measured.
     """
 
     model: str
@@ -145,7 +145,7 @@ def _measurement(unit: dict[str, Any]) -> Measurement:
 
 def read_searches(folder: Path) -> list[SearchResult]:
     """Read the results from all search-*.json files of a folder, ordered by file name."""
-    return [read_search(file) for file in find_named(folder, "search-*.json")]
+    return [read_search(file) for file in list_matching_files(folder, "search-*.json")]
 
 
 def group_searches(results: Sequence[SearchResult]) -> list[list[SearchResult]]:
@@ -177,7 +177,7 @@ def kl_per_megabit(units: Sequence[Measurement], width: Width) -> float:
 
     The KL is the sum over the units, each measured with only that unit rounded.
     """
-    saved = sum(unit.elements for unit in units) * (_UNROUNDED - code_width(width))
+    saved = sum(unit.elements for unit in units) * (_UNROUNDED - count_code_bits(width))
     return sum(unit.kl[width] for unit in units) / (saved / 1e6)
 
 

@@ -18,7 +18,7 @@ from diffquant.calib.search.allocation import (
 )
 from diffquant.calib.search.result import INTEGERS, Candidate, Measurement, SearchResult, Width, format_width
 from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
-from diffquant.calib.search.units import Unit, find_measured_parts, find_units, to_recipe
+from diffquant.calib.search.units import Unit, find_unassigned_units, find_units, to_recipe
 from diffquant.checkpoints.calibration import calibration_text
 from diffquant.checkpoints.corpora import Sources
 from diffquant.checkpoints.source import Source, open_source
@@ -27,17 +27,17 @@ from diffquant.checkpoints.tokens import encode_windows
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.subject import weight_bytes
 from diffquant.measure.task import CHARACTERS_PER_TOKEN
-from diffquant.measure.tasks.perplexity import compute_reference, score_text
+from diffquant.measure.tasks.perplexity import compute_perplexity, compute_reference
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import MODEL_MODULES, load
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.targets import DEFAULT_GRANULARITY
 from diffquant.support.devices import resolve_device, resolve_dtype
-from diffquant.support.installation import code_digest, provenance, versions_of_run
+from diffquant.support.installation import list_compute_versions, provenance, result_version_digest
 from diffquant.support.names import option_name
 from diffquant.support.outputs import Journal
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # Increase it if the way a cost is measured changes, so that journals of earlier versions are not resumed.
 MEASUREMENT_FORMAT = 3
@@ -92,7 +92,7 @@ class Search:
             check_characters: largest number of characters of the second half to compare recipes on.
             dtype: dtype of the models.
             device: device to run on.
-            parts: whether to measure parts of layers too (see `find_measured_parts`).
+            parts: whether to measure parts of layers too (see `find_unassigned_units`).
 
         Raises:
             DiffQuantError: the checkpoint, the text, the targets, the widths or the budget are invalid.
@@ -113,7 +113,7 @@ class Search:
         # If integers are among the widths, the result is compared with every uniform integer width.
         self._uniform = (*(INTEGERS if len(floats) < len(widths) else ()), *floats)
         self.units = find_units(self.source, targets, granularity, self._uniform)
-        self.parts = find_measured_parts(self.source, granularity) if parts else []
+        self.parts = find_unassigned_units(self.source, granularity) if parts else []
         self.widths = sort_widths(self.units, list(set(widths)))[::-1]
         budget.check(self.units, self.widths)
         self._tokenizer = self.source.tokenizer
@@ -129,13 +129,13 @@ class Search:
             "windows": windows,
             "window": window,
             "device": torch.device(self._device).type,
-            "versions": versions_of_run(self._device),
-            "code": code_digest((*MODEL_MODULES, __name__)),
+            "versions": list_compute_versions(self._device),
+            "code": result_version_digest((*MODEL_MODULES, __name__)),
         }
         self.journal = Journal(output, self._key)
 
     @property
-    def missing(self) -> list[tuple[Unit, Width]]:
+    def missing_measurements(self) -> list[tuple[Unit, Width]]:
         """Pairs of unit and width that are not measured yet."""
         return [
             (u, bits)
@@ -144,18 +144,19 @@ class Search:
             if self.journal.get(_measurement_name(u, bits)) is None
         ]
 
-    def estimate(self) -> str:
+    def estimate_time(self) -> str:
         """Estimate the time of the missing measurements from one forward pass, and return it as a sentence."""
         sensitivity, count = self._sensitivity(), len(self.units) + len(self.parts)
         layers = len(sensitivity.model.model.layers)
         share = sensitivity.seconds / (layers + 1)
-        seconds = sum(share * (layers - unit.layer + 1) for unit, _ in self.missing)
+        seconds = sum(share * (layers - unit.layer + 1) for unit, _ in self.missing_measurements)
         return (
-            f"{count} units at {len(self.widths)} widths: {len(self.missing)} of {count * len(self.widths)} "
+            f"{count} units at {len(self.widths)} widths: {len(self.missing_measurements)} of "
+            f"{count * len(self.widths)} "
             f"measurements to do, about {seconds / 60:.1f} minutes"
         )
 
-    def run(self, progress: Progress = silent) -> SearchResult:
+    def run(self, progress: Progress = report_nothing) -> SearchResult:
         """Run the missing measurements, choose the widths, and compare the recipe with others.
 
         Raises:
@@ -203,7 +204,7 @@ class Search:
         return Sensitivity(model, encode_windows(model, self._tokenizer, self._text, self._window, tokens))
 
     def _costs(self, progress: Progress) -> dict[Unit, dict[Width, Any]]:
-        missing = self.missing
+        missing = self.missing_measurements
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
             if sensitivity is not None:
@@ -269,7 +270,7 @@ class Search:
             progress(done, len(missing), f"comparing {name}")
             model = load(self.source, compared[name], self._dtype, self._device)
             with OneDnnProducts():
-                score = score_text(
+                score = compute_perplexity(
                     TorchModel(model, self._tokenizer),
                     self._held_out,
                     _CHECK_WINDOW,

@@ -73,7 +73,7 @@ class Sensitivity:
         started = time.monotonic()
         self.model = model
         self.positions = torch.arange(0, ids.numel(), -(-ids.numel() * model.config.vocab_size // _EXPECTED_ENTRIES))
-        self._walk = model.walk(ids.shape[1])
+        self._walk = model.new_layer_runner(ids.shape[1])
         self._inputs: list[Any] = []
         self._attention: list[Tensor | None] = []
         with torch.inference_mode(), OneDnnProducts():
@@ -99,9 +99,9 @@ class Sensitivity:
             with quantize_unit(self.model, unit, width):
                 x, attention = self._run_watched(self._walk.layers[unit.layer], self._inputs[unit.layer])
             for layer in self._walk.layers[unit.layer + 1 :]:
-                x = self._walk.run(layer, x)
+                x = self._walk.run_layer(layer, x)
             logits = self._logits(x)
-        wanted = self._attention[unit.layer] if unit.in_attention else None
+        wanted = self._attention[unit.layer] if unit.has_attention_cost else None
         error = relative_rms(attention, wanted) if attention is not None and wanted is not None else None
         return {"kl": max(self._kl(logits), 0.0), "attention": error}
 
@@ -110,16 +110,16 @@ class Sensitivity:
         inputs: list[Tensor] = []
         output = layer.attention_output
         if output is None:
-            return self._walk.run(layer, x), None
+            return self._walk.run_layer(layer, x), None
         hook = output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         try:
-            return self._walk.run(layer, x), inputs[0]
+            return self._walk.run_layer(layer, x), inputs[0]
         finally:
             hook.remove()
 
     def _logits(self, x: Any) -> Tensor:
         norm = self.model.model.get_submodule(self.model.model.architecture.final_norm[0])
-        hidden = norm(self._walk.hidden(x)).flatten(0, 1)[self.positions]
+        hidden = norm(self._walk.hidden_states(x)).flatten(0, 1)[self.positions]
         return linear(hidden, self.model.lm_head.weight).float()
 
     def _kl(self, logits: Tensor) -> float:

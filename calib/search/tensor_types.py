@@ -16,14 +16,14 @@ from diffquant.calib.search.result import SearchResult, Width, format_width
 from diffquant.checkpoints.gguf_config import IN_LAYERS
 from diffquant.errors import UsageError
 from diffquant.support.files import read_text
-from diffquant.support.outputs import check_written_file
+from diffquant.support.outputs import check_output_file
 
 TYPES: dict[Width, str] = {2: "q2_K", 3: "q3_K", 4: "q4_0", 5: "q5_0", 6: "q6_K", 8: "q8_0"}
-# A line that `tensor_types` writes.
+# A line that `format_tensor_types` writes.
 _LINE = re.compile(r"\^blk\\\.\([0-9|]+\)\\\.\w+\\\.weight\$=\w+")
 
 
-def tensor_types(result: SearchResult) -> str:
+def format_tensor_types(result: SearchResult) -> str:
     """Return a search's widths as lines for llama-quantize: one for each projection and ggml type, with its layers.
 
     Raises:
@@ -33,8 +33,8 @@ def tensor_types(result: SearchResult) -> str:
     names = {module: name for name, module in IN_LAYERS.items()}
     weights = [unit for unit in result.measurements if unit.target == "weights"]
     chosen = {unit.name: unit.chosen for unit in weights if unit.chosen is not None}
-    check_widths([unit.target for unit in weights], list(chosen.values()))
-    check_kinds(unit.kind for unit in weights)
+    check_ggml_types([unit.target for unit in weights], list(chosen.values()))
+    check_gguf_names(unit.kind for unit in weights)
     layers: dict[tuple[str, str], list[int]] = {}
     for unit in weights:
         layers.setdefault((names[unit.kind], TYPES[chosen[unit.name]]), []).append(unit.layer)
@@ -44,7 +44,7 @@ def tensor_types(result: SearchResult) -> str:
     )
 
 
-def check_widths(targets: Sequence[str], widths: Sequence[Width]) -> None:
+def check_ggml_types(targets: Sequence[str], widths: Sequence[Width]) -> None:
     """Check, before a search, that its targets and widths can be written for llama-quantize.
 
     Raises:
@@ -57,7 +57,7 @@ def check_widths(targets: Sequence[str], widths: Sequence[Width]) -> None:
         raise UsageError(f"ggml has no type for {', '.join(untyped)}; choose from {list(TYPES)}")
 
 
-def check_kinds(kinds: Iterable[str], maps: int = 1) -> None:
+def check_gguf_names(kinds: Iterable[str], maps: int = 1) -> None:
     """Check that a GGUF file has names for weights of these kinds.
 
     Args:
@@ -87,7 +87,7 @@ def check_types_output(file: Path, made: Path) -> None:
     folder = file.absolute().parent
     if not folder.is_dir() and folder != made.absolute():
         raise UsageError(f"the folder {folder}, where {file.name} would be written, does not exist")
-    check_written_file(file, _holds_lines(file))
+    check_output_file(file, _holds_lines(file))
 
 
 def _holds_lines(file: Path) -> bool:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffquant.calib.search.result import INTEGERS, Width, code_width, scheme_at
+from diffquant.calib.search.result import INTEGERS, Width, count_code_bits, scheme_at
 from diffquant.checkpoints.source import Source
 from diffquant.errors import UsageError
-from diffquant.measure.sweep.subject import state_bytes_per_token
-from diffquant.model.blocks import TokenRows
+from diffquant.measure.sweep.subject import cached_bytes_per_token
+from diffquant.model.blocks import CachedShapes
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import quantize_as_stored
@@ -20,7 +20,7 @@ from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.recipe.targets import CALIBRATED_TARGETS, DEFAULT_GRANULARITY, layer_name
+from diffquant.recipe.targets import CALIBRATED_TARGETS, DEFAULT_GRANULARITY, layer_target_name
 
 TARGETS = ("weights", *CALIBRATED_TARGETS)
 
@@ -61,7 +61,7 @@ class Unit:
         return scheme_at(width, self.granularity, self.target)
 
     @property
-    def in_attention(self) -> bool:
+    def has_attention_cost(self) -> bool:
         """Whether rounding the unit affects the input of attention's output projection."""
         return self.target != "weights" or (
             self.kind.startswith(("self_attn.", "attn.")) and not self.kind.endswith((".o_proj", ".wo", ".out_proj"))
@@ -95,7 +95,7 @@ def find_units(
     return sorted(units, key=lambda unit: unit.layer)
 
 
-def find_measured_parts(source: Source, granularity: str) -> list[Unit]:
+def find_unassigned_units(source: Source, granularity: str) -> list[Unit]:
     """Return parts of layers as units that are measured but get no width, ordered by layer.
 
     These are each map's rows of the query projections (and of the key projections if the maps do not share keys), and
@@ -114,7 +114,7 @@ def find_measured_parts(source: Source, granularity: str) -> list[Unit]:
         if each.packing == "named":
             parts.append(unit)
         elif each.projection in signals_of and layout.maps == 2:
-            signals, rows = signals_of[each.projection], layout.rows(each.projection)
+            signals, rows = signals_of[each.projection], layout.channel_rows(each.projection)
             for name, of_map in (("signal", rows[:signals]), ("noise", rows[signals:])):
                 elements = of_map.numel() * each.shape[-1]
                 parts.append(
@@ -130,10 +130,10 @@ def find_measured_parts(source: Source, granularity: str) -> list[Unit]:
 
 
 def _layer_unit(source: Source, target: str, layer: int, widths: Sequence[Width]) -> Unit:
-    elements, stored = _entries(source.architecture.token_rows.get(layer), target, widths)
+    elements, stored = _entries(source.architecture.cached_shapes.get(layer), target, widths)
     return Unit(
         target=target,
-        name=layer_name(target, layer),
+        name=layer_target_name(target, layer),
         layer=layer,
         kind=target,
         granularity=DEFAULT_GRANULARITY[target],
@@ -142,14 +142,14 @@ def _layer_unit(source: Source, target: str, layer: int, widths: Sequence[Width]
     )
 
 
-def _entries(rows: TokenRows | None, target: str, widths: Sequence[Width]) -> tuple[int, dict[Width, float]]:
+def _entries(rows: CachedShapes | None, target: str, widths: Sequence[Width]) -> tuple[int, dict[Width, float]]:
     """Return one layer's elements of "k" or "v" per token, or 1 for "logits", and their bytes at each width."""
     if target == "logits" or rows is None:
-        return 1, {width: code_width(width) / 8 for width in widths}
+        return 1, {width: count_code_bits(width) / 8 for width in widths}
     heads, channels = rows.keys if target == "k" else rows.values
     schemes = {width: scheme_at(width, DEFAULT_GRANULARITY[target], target) for width in widths}
     return heads * channels, {
-        width: state_bytes_per_token(scheme, heads, channels) for width, scheme in schemes.items()
+        width: cached_bytes_per_token(scheme, heads, channels) for width, scheme in schemes.items()
     }
 
 

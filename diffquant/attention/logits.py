@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from diffquant.family.call import AttentionCall, Meter
 from diffquant.recipe.numbers.formats import NumberFormat
-from diffquant.recipe.numbers.sharing import Sharing
+from diffquant.recipe.numbers.sharing import Granularity
 from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
 
@@ -42,7 +42,7 @@ class LogitMeter:
     scale_count: int | Tensor = 0
     scale_max: float | Tensor = 0.0
 
-    def count(self, entries: int | Tensor, clipped: int | Tensor) -> None:
+    def add_counts(self, entries: int | Tensor, clipped: int | Tensor) -> None:
         """Add to the numbers of rounded and of clipped logits."""
         self.entries = self.entries + entries
         self.clipped = self.clipped + clipped
@@ -72,7 +72,7 @@ class LogitMeter:
         }
 
 
-def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
+def mask_and_shift_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
     """Set hidden logits to 0 and, with `shift`, subtract each row's largest visible logit. Works in place."""
     if visible is None:
         return logits.sub_(logits.amax(-1, keepdim=True)) if shift else logits
@@ -83,14 +83,14 @@ def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tenso
     return logits.masked_fill_(~visible, 0.0)
 
 
-def binds_maps(scheme: Scheme) -> bool:
+def has_joint_rounding(scheme: Scheme) -> bool:
     """Return whether rounding a map depends on the pair's other map, so that pairs cannot share rounded noise maps."""
-    return scheme.quantizes and (scheme.has("alike") or scheme.sharing.binds_pairs)
+    return scheme.quantizes and (scheme.has_transform("alike") or scheme.sharing.is_per_pair)
 
 
 def to_mean_and_difference(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
     """Return the tensors to round: each map's logits, or with `alike` their mean and half difference, in place."""
-    if not scheme.has("alike") or len(prepared) == 1:
+    if not scheme.has_transform("alike") or len(prepared) == 1:
         return list(prepared)
     first, second = prepared
     half = second.sub_(first).div_(2)
@@ -99,7 +99,7 @@ def to_mean_and_difference(prepared: Sequence[Tensor], scheme: Scheme) -> list[T
 
 def from_mean_and_difference(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
     """Return each map's logits from the rounded tensors; the inverse of `to_mean_and_difference`."""
-    if not scheme.has("alike") or len(rounded) == 1:
+    if not scheme.has_transform("alike") or len(rounded) == 1:
         return list(rounded)
     mean, half = rounded
     return [mean - half, mean + half]
@@ -109,8 +109,8 @@ def largest_magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tenso
     """Compute the largest |logit| among the entries that share a scale, one tensor per map.
 
     Args:
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`; the second has fewer
-            heads if pairs share noise maps and `binds_maps` is false.
+        prepared: one [B, h, T, S] per map, from `mask_and_shift_logits` and `to_mean_and_difference`; the second has
+            fewer heads if pairs share noise maps and `has_joint_rounding` is false.
         scheme: scheme of the logits.
         ranges: calibrated ranges of a static scheme, one for each head of the first map, then of the second.
 
@@ -123,13 +123,13 @@ def largest_magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tenso
         return [map_ranges.view(1, -1, 1, 1).to(prepared[0]) for map_ranges in by_map]
     largest = [_largest(logits, scheme.sharing) for logits in prepared]
     # With `alike` the tensors are the mean and the half difference, which never share a scale.
-    is_shared = scheme.sharing.joins_maps and not scheme.has("alike")
+    is_shared = scheme.sharing.shares_scale_across_maps and not scheme.has_transform("alike")
     return [torch.stack(largest).amax(0)] * len(largest) if is_shared else largest
 
 
 def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """Round prepared logits to multiples of a scale, in place, and clip codes that the scheme cannot represent."""
-    levels = logit_format(scheme.format, scheme.has("shift")).round_to_levels_(prepared.div_(scale))
+    levels = logit_format(scheme.format, scheme.has_transform("shift")).round_to_absmax_levels_(prepared.div_(scale))
     if scheme.sharing.is_static:
         levels.clamp_(-scheme.format.largest, scheme.format.largest)
     return levels.mul_(scale)
@@ -147,7 +147,7 @@ def round_call_logits(
 
     Args:
         call: call that gives the scheme and the meter; at 16 bits nothing is rounded.
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`.
+        prepared: one [B, h, T, S] per map, from `mask_and_shift_logits` and `to_mean_and_difference`.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         largest: the `largest_magnitudes` of `prepared`, or None to compute them here.
         is_first: whether this is a call's first block of queries; the meter counts scales shared by all queries only
@@ -156,7 +156,7 @@ def round_call_logits(
     scheme = call.logits
     if scheme.quantizes:
         largest = largest or largest_magnitudes(prepared, scheme, call.ranges)
-        scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in largest]
+        scales = [logit_format(scheme.format, scheme.has_transform("shift")).scale_for_largest(top) for top in largest]
         if call.meter is not None:
             record_logits(call.meter, prepared, largest, scales, visible, scheme, is_first=is_first)
         prepared = [round_logits(x, scale, scheme) for x, scale in zip(prepared, scales, strict=True)]
@@ -179,35 +179,35 @@ def record_logits(
 
     Args:
         meter: meter to add to.
-        prepared: one [B, h, T, S] per map, from `prepare_logits` and `to_mean_and_difference`.
+        prepared: one [B, h, T, S] per map, from `mask_and_shift_logits` and `to_mean_and_difference`.
         largest, scales: the `largest_magnitudes` of `prepared`, and the scales computed from them.
         visible: bool, broadcastable to [B, h, T, S], or None if everything is visible.
         scheme: scheme of the logits.
         is_first: whether this is a call's first block of queries; scales shared by all queries are counted only then.
     """
     sharing = scheme.sharing
-    height, width = sharing.tile or 1, (sharing.size or 1 if sharing.name in ("block", "group") else 1)
+    height, width = sharing.block_size or 1, (sharing.size or 1 if sharing.name in ("block", "group") else 1)
     batch, _, length, keys = prepared[0].shape
     heads = sum(logits.shape[1] for logits in prepared)
     seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
-    meter.count(seen * heads, 0)
+    meter.add_counts(seen * heads, 0)
     for logits, top, scale in zip(prepared, largest, scales, strict=True):
         # Absmax scales clip nothing, but block formats round their scales to powers of two or to low-bit floats.
-        if scheme.has("shift") or scheme.sharing.is_static or scheme.format.block:
-            clip_limit = logit_format(scheme.format, scheme.has("shift")).clip_limit * scale
-            meter.count(0, (logits.abs() > clip_limit).sum())
+        if scheme.has_transform("shift") or scheme.sharing.is_static or scheme.format.block:
+            clip_limit = logit_format(scheme.format, scheme.has_transform("shift")).clip_limit * scale
+            meter.add_counts(0, (logits.abs() > clip_limit).sum())
         if is_first or not (sharing.spans_rows or sharing.is_static):
             meter.record_scales(scale[..., ::height, ::width], top[..., ::height, ::width])
 
 
-def _largest(logits: Tensor, sharing: Sharing) -> Tensor:
+def _largest(logits: Tensor, sharing: Granularity) -> Tensor:
     """Compute the largest |logit| among the entries of one map [B, h, T, S] that share a scale, broadcastable to it."""
-    if sharing.tile:
-        return _tile_magnitude(logits, sharing.tile, sharing.tile)
+    if sharing.block_size:
+        return _tile_magnitude(logits, sharing.block_size, sharing.block_size)
     if sharing.name == "group":
         return _tile_magnitude(logits, 1, sharing.size or 1)
     rows = logits.abs().amax(-1, keepdim=True)
-    return rows.amax(sharing.leading, keepdim=True) if sharing.leading else rows
+    return rows.amax(sharing.shared_leading_axes, keepdim=True) if sharing.shared_leading_axes else rows
 
 
 def _tile_magnitude(logits: Tensor, height: int, width: int) -> Tensor:
@@ -247,7 +247,7 @@ def softmax_weights(logits: Tensor, visible: Tensor | None, scheme: Scheme = FUL
     largest = masked.amax(-1, keepdim=True)
     weights = (masked - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
     rounded = _round_weights(weights, scheme)
-    total = (weights if scheme.has("fullsum") else rounded).sum(-1, keepdim=True)
+    total = (weights if scheme.has_transform("fullsum") else rounded).sum(-1, keepdim=True)
     return rounded / total.masked_fill(total == 0, 1.0)
 
 
@@ -255,13 +255,15 @@ def _round_weights(weights: Tensor, scheme: Scheme) -> Tensor:
     """Quantize and dequantize unnormalized softmax weights [..., S]."""
     if scheme.granularity == "row":
         return _simulate(
-            weights, scheme.format, softmax_weight_scale(scheme.format, scheme.has("pow2"), weights.dtype).to(weights)
+            weights,
+            scheme.format,
+            softmax_weight_scale(scheme.format, scheme.has_transform("pow2"), weights.dtype).to(weights),
         )
     number_format = scheme.format.with_tensor_scale(torch.ones(1))
-    keys, size = weights.shape[-1], scheme.size or 1
+    keys, size = weights.shape[-1], scheme.granularity_size or 1
     groups = pad(weights, (0, -keys % size)).unflatten(-1, (-1, size))
-    return _simulate(groups, number_format, number_format.scale(groups, -1)).flatten(-2)[..., :keys]
+    return _simulate(groups, number_format, number_format.compute_scale(groups, -1)).flatten(-2)[..., :keys]
 
 
 def _simulate(x: Tensor, number_format: NumberFormat, scale: Tensor) -> Tensor:
-    return number_format.decode(number_format.codes(x, scale), scale)
+    return number_format.decode(number_format.encode(x, scale), scale)

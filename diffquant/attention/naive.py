@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from diffquant.attention.logits import (
-    binds_maps,
-    prepare_logits,
+    has_joint_rounding,
+    mask_and_shift_logits,
     round_call_logits,
     softmax_weights,
     to_mean_and_difference,
@@ -12,7 +12,7 @@ from diffquant.attention.logits import (
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.norm import pair_norm
-from diffquant.recipe.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import computing_dtype
 
 
 def naive(call: AttentionCall) -> Tensor:
@@ -23,18 +23,18 @@ def naive(call: AttentionCall) -> Tensor:
 
     Source: arXiv 2410.05258, equation 1.
     """
-    v, logits, dtype = call.v, call.logits, compute_dtype(call.v)
-    visible = call.mask.dense(call.length, call.keys, v.device)
+    v, logits, dtype = call.v, call.logits, computing_dtype(call.v)
+    visible = call.mask.dense(call.query_count, call.key_count, v.device)
     map_logits = [
         (queries.to(dtype) @ keys.to(dtype).repeat_interleave(queries.shape[1] // v.shape[1], 1).mT) * call.scale
         for queries, keys in zip(call.q, call.k, strict=True)
     ]
-    if binds_maps(logits):
+    if has_joint_rounding(logits):
         map_logits = [repeat_noise_heads(x, call.pairs) for x in map_logits]
     if logits.quantizes:
-        prepared = [prepare_logits(x, visible, logits.has("shift")) for x in map_logits]
+        prepared = [mask_and_shift_logits(x, visible, logits.has_transform("shift")) for x in map_logits]
         map_logits = round_call_logits(call, to_mean_and_difference(prepared, logits), visible)
-    call.count()
+    call.record_in_meter()
     maps = [softmax_weights(x, visible, call.p) for x in map_logits]
     weights = maps[0] if call.signal_gate is None else call.signal_gate.to(dtype) * maps[0]
     if call.lam is not None:

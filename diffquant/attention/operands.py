@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.family.mask import Mask
-from diffquant.recipe.numbers.absmax import Axes, compute_dtype
+from diffquant.recipe.numbers.absmax import Axes, computing_dtype
 from diffquant.recipe.numbers.formats import NumberFormat
-from diffquant.recipe.numbers.simulation import rotate_by, rotation
+from diffquant.recipe.numbers.simulation import make_rotation_matrix, rotate_by
 from diffquant.recipe.scheme import Scheme
 
 # Number of tokens whose queries share a mean, one tile, as in SageAttention 2 and 3.
@@ -47,12 +47,12 @@ def round_operands(q: Tensor, k: Tensor, mask: Mask, scheme: Scheme) -> tuple[Te
     """
     valid_queries, valid_keys = _broadcast_tokens(mask.valid_queries(q.shape[2])), _broadcast_tokens(mask.valid_keys)
     queries, keys = _zero_padding(q, valid_queries), _zero_padding(k, valid_keys)
-    if scheme.has("rotated"):
-        matrix = rotation(q.shape[3]).to(queries.dtype)
+    if scheme.has_transform("rotated"):
+        matrix = make_rotation_matrix(q.shape[3]).to(queries.dtype)
         queries, keys = rotate_by(queries, matrix), rotate_by(keys, matrix)
-    if scheme.has("smooth"):
+    if scheme.has_transform("smooth"):
         keys = _zero_padding(keys - _mean_token(keys, valid_keys), valid_keys)
-    if not scheme.has("smoothq"):
+    if not scheme.has_transform("smoothq"):
         return _simulate(queries, scheme, "q"), _simulate(keys, scheme, "k")
     means = _tile_means(queries, valid_queries)
     queries = _zero_padding(queries - means, valid_queries)
@@ -84,7 +84,7 @@ def _broadcast_tokens(tokens: Tensor | None) -> Tensor | None:
 
 
 def _zero_padding(x: Tensor, valid: Tensor | None) -> Tensor:
-    wide = x.to(compute_dtype(x))
+    wide = x.to(computing_dtype(x))
     return wide if valid is None else wide.masked_fill(~valid, 0.0)
 
 
@@ -121,12 +121,12 @@ def _simulate(x: Tensor, scheme: Scheme, operand: str) -> Tensor:
     elif sharing.name in ("group", "block"):
         parts, dim = (size,), 3 if sharing.name == "group" else (3, 4)
     else:
-        return _round(x, number_format, (*sharing.leading, 3))
+        return _round(x, number_format, (*sharing.shared_leading_axes, 3))
     length, tokens = x.shape[2], torch.Size(parts).numel()
     blocks = pad(x, (0, 0, 0, -length % tokens)).unflatten(2, (-1, *parts))
     return _round(blocks, number_format, dim).flatten(2, -2)[:, :, :length]
 
 
 def _round(x: Tensor, number_format: NumberFormat, dim: Axes) -> Tensor:
-    scale = number_format.scale(x, dim)
-    return number_format.decode(number_format.codes(x, scale), scale)
+    scale = number_format.compute_scale(x, dim)
+    return number_format.decode(number_format.encode(x, scale), scale)

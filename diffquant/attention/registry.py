@@ -36,7 +36,7 @@ class Backend:
     is_worthwhile: Callable[[AttentionCall], bool] = lambda _call: True
 
     def supports(self, rounds_maps: bool) -> bool:
-        """Return whether the backend supports calls with this value of `AttentionCall.rounds_maps`."""
+        """Return whether the backend supports calls with this value of `AttentionCall.has_quantized_maps`."""
         return self.logits in ("both", "quantized" if rounds_maps else "full")
 
 
@@ -69,7 +69,7 @@ def check_backend(name: str, rounds_maps: Iterable[bool] = ()) -> None:
 
     Args:
         name: name of a backend, or "auto".
-        rounds_maps: `AttentionCall.rounds_maps` of each layer.
+        rounds_maps: `AttentionCall.has_quantized_maps` of each layer.
 
     Raises:
         UsageError: no backend has that name, or the backend does not support the maps of some layer.
@@ -112,15 +112,15 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
     Raises:
         UsageError: the backend is unknown or does not support the call, or no backend does; the message says why.
     """
-    check_backend(name, [call.rounds_maps])
-    if not call.q[0].numel() or not call.keys:
+    check_backend(name, [call.has_quantized_maps])
+    if not call.q[0].numel() or not call.key_count:
         return _EMPTY
     if name != "auto":
         if refusal := _find_refusal(BACKENDS[name], call):
             raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
         return BACKENDS[name]
     refusals = []
-    for backend in backends_by_priority(call.rounds_maps):
+    for backend in backends_by_priority(call.has_quantized_maps):
         if not backend.is_worthwhile(call):
             continue
         refusal = _find_refusal(backend, call)
@@ -139,7 +139,7 @@ def _find_refusal(backend: Backend, call: AttentionCall) -> str | None:
 
 
 def _empty_output(call: AttentionCall) -> Tensor:
-    call.count()
+    call.record_in_meter()
     return call.v.new_zeros(*call.q[0].shape[:3], call.v.shape[-1])
 
 

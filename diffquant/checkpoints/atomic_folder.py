@@ -21,7 +21,7 @@ from diffquant.checkpoints.staging import (
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.support.files import check_writable, write_atomically
 from diffquant.support.names import option_name
-from diffquant.support.outputs import check_replaced
+from diffquant.support.outputs import check_replaceable
 
 # Name of an output's record; `overwrite` may replace only the files that it lists under "files".
 RECORD = "diffquant.json"
@@ -104,7 +104,7 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
         )
     if not overwrite:
         raise OutputExistsError(f"{destination} exists; choose another output or pass {option_name('overwrite', True)}")
-    check_replaced(destination, _files_in(destination), _recorded_files(destination))
+    check_replaceable(destination, _files_in(destination), _recorded_files(destination))
 
 
 def _recorded_files(folder: Path) -> set[str]:

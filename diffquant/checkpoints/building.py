@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.checkpoints.compressed_tensors import GLOBAL, SCALE, codes_suffix, packed_shapes, unpack_parts
-from diffquant.checkpoints.placement import EMBEDDING, LayerwisePlacement, Placement, Spread
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.placement import EMBEDDING, LayerwisePlacement, Placement, SpreadPlacement
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.checkpoints.source import Source
 from diffquant.errors import NonFiniteError, UsageError
@@ -62,7 +62,7 @@ def make_memory_source(model: CausalModel) -> Source:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError("weights of this model are offloaded (device_map); quantize its checkpoint's folder instead")
     checkpoint = MemoryCheckpoint(model)
-    return Source(checkpoint, adapter_for(checkpoint.config).adapt_to(checkpoint.tensors), {}, {})
+    return Source(checkpoint, adapter_for(checkpoint.config).match_tensors(checkpoint.tensors), {}, {})
 
 
 def _config_of(model: CausalModel) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def build_model(
     device: str = "cpu",
     packed: bool | None = None,
     rewrite: Rewrite = keep_unchanged,
-    places: Places | None = None,
+    places: OffloadPlan | None = None,
     by_layer: bool = False,
-    whole: Collection[str] = (),
+    unsplit_modules: Collection[str] = (),
 ) -> CausalModel:
     """Build the model of a checkpoint, with its cache and logits at 16 bits.
 
@@ -101,7 +101,7 @@ def build_model(
         places: devices, main memory and disk to spread the model over; by default everything is on `device`.
         by_layer: whether each layer's parameters are read just before the layer runs and dropped afterwards. Of the
             embedding, only the rows of a text's tokens are read; the head is not read at all.
-        whole: modules, by the checkpoint's names, whose rows `rewrite` must get all at once.
+        unsplit_modules: modules, by the checkpoint's names, whose rows `rewrite` must get all at once.
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
@@ -114,7 +114,7 @@ def build_model(
     if places is not None:
         # Accelerate's hooks move parameters only, but packed codes are buffers.
         packed = False
-        placement = Spread(model, places, dtype)
+        placement = SpreadPlacement(model, places, dtype)
     if by_layer:
         packed = False
         placement = LayerwisePlacement(model, lambda rows: _convert(read_rows(rows), dtype, EMBEDDING))
@@ -125,14 +125,14 @@ def build_model(
 
     def read_rows(rows: Tensor) -> Tensor:
         stored_name = source.adapter.source_name(EMBEDDING)
-        if stored_name.removesuffix(".weight") in {*source.packed, *whole}:
+        if stored_name.removesuffix(".weight") in {*source.packed, *unsplit_modules}:
             return _parameter(source, EMBEDDING, rewrite)[rows]
         data = source.checkpoint.read_rows(stored_name, rows)
         check_finite(data, stored_name)
         return rewrite(stored_name, data)
 
     def read(name: str) -> Tensor:
-        wanted = torch.float32 if dtype in HALF_TYPES and architecture.parameters[name].is_wide else dtype
+        wanted = torch.float32 if dtype in HALF_TYPES and architecture.parameters[name].is_float32 else dtype
         return _convert(_parameter(source, name, rewrite), wanted, name)
 
     for name in architecture.parameters:
@@ -140,7 +140,7 @@ def build_model(
             weight = _packed_weight(source, name, packed_schemes[name], dtype, device)
             state |= _install(model, name.removesuffix(".weight"), weight)
         else:
-            state[name] = placement.put(name, partial(read, name))
+            state[name] = placement.place_parameter(name, partial(read, name))
     if architecture.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
@@ -161,20 +161,20 @@ def has_packed_kernels(device: str, dtype: torch.dtype) -> bool:
     return torch.device(device).type == "cuda" and dtype in HALF_TYPES
 
 
-def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
+def check_places(source: Source, places: OffloadPlan, dtype: torch.dtype) -> None:
     """Check that `places` has a place for every parameter of a model, without reading any.
 
     Raises:
-        UsageError: see `Spread`.
+        UsageError: see `SpreadPlacement`.
     """
-    Spread(_empty_model(source.architecture), places, dtype)
+    SpreadPlacement(_empty_model(source.architecture), places, dtype)
 
 
 def _empty_model(architecture: Architecture) -> CausalModel:
     """Make the model on the meta device, with storage only for tensors that no checkpoint holds."""
     with torch.device("meta"):
         model: CausalModel = architecture.new_model()
-    model.make_tables()
+    model.compute_missing_tensors()
     return model
 
 

@@ -21,7 +21,7 @@ _CACHE = Scheme.parse("e4m3:static")
 _LARGEST = format_named("e4m3").largest
 
 
-def has_engine_format(recipe: Recipe) -> bool:
+def can_engines_use_cache(recipe: Recipe) -> bool:
     """Return whether engines can use a recipe's cache: `e4m3:static` for all keys and values, and no residual."""
     return recipe.schemes_of("k") == recipe.schemes_of("v") == {_CACHE} and not recipe.residual
 
@@ -33,14 +33,14 @@ def scale_names(adapter: Adapter) -> dict[str, str]:
     return {f"layers.{n}.{target}": f"{modules[n]}.{target}_scale" for n in layers for target in ("k", "v")}
 
 
-def scales_of(adapter: Adapter, ranges: Mapping[str, Tensor]) -> dict[str, float]:
+def compute_scales(adapter: Adapter, ranges: Mapping[str, Tensor]) -> dict[str, float]:
     """Return cache scales for calibrated ranges, by tensor name: the least power of two not below largest / 448."""
     names = scale_names(adapter)
     exponents = {names[key]: torch.log2(tensor.max().double() / _LARGEST).ceil() for key, tensor in ranges.items()}
     return {name: float(2.0**exponent) for name, exponent in exponents.items()}
 
 
-def stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]:
+def read_stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]:
     """Return the calibrated ranges that follow from a checkpoint's cache scales; empty if it has no such scales.
 
     Raises:
@@ -48,7 +48,7 @@ def stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]
     """
     if not has_kv_cache_scheme(checkpoint.config):
         return {}
-    rows, ranges = adapter.architecture.token_rows, dict[str, Tensor]()
+    rows, ranges = adapter.architecture.cached_shapes, dict[str, Tensor]()
     for key, name in scale_names(adapter).items():
         scale = checkpoint.read(name).float()
         if not bool(torch.isfinite(scale) & (scale > 0)):

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from diffquant.checkpoints.corpora import Corpus, Row, Sources, open_corpora
 from diffquant.checkpoints.texts import check_tokens, text_digest
-from diffquant.checkpoints.tokens import check_window, encode_start, prefix_token
+from diffquant.checkpoints.tokens import check_window, encode_first_tokens, prefix_token
 from diffquant.errors import UsageError
 from diffquant.support.devices import log_once
-from diffquant.support.plain_data import is_text
+from diffquant.support.plain_data import is_encodable_text
 
 # Number of characters in the pieces in which texts are mixed.
 _PIECE = 4096
@@ -44,7 +44,7 @@ class Calibration:
     def digest(self) -> str:
         return str(self.record["text"])
 
-    def overlap(self, scored: Sequence[Sequence[int]]) -> int:
+    def count_overlap(self, scored: Sequence[Sequence[int]]) -> int:
         """Count the scored tokens in runs of 16 or more that also occur in the calibration data."""
         seen = {tuple(read[i : i + _RUN]) for read in self.parts for i in range(len(read) - _RUN + 1)}
         count = 0
@@ -164,7 +164,7 @@ def _documents(corpus: Corpus, tokenizer: Any, seed: int) -> Iterator[tuple[str,
         row, where = corpus.rows[number], f"row {number + 1} of {corpus.name}"
         if row.get("messages") is not None:
             yield _render_chat(row, where, tokenizer), True
-        elif not is_text(row.get("text")):
+        elif not is_encodable_text(row.get("text")):
             raise UsageError(
                 f"{where} has {', '.join(map(str, row)) or 'no columns'}; calibration reads `messages` (a chat) or "
                 "`text`: rename a column, or write a JSONL file that has one"
@@ -182,7 +182,7 @@ def _read(corpus: Corpus, tokenizer: Any, count: int, seed: int) -> tuple[list[i
     documents, digest = 0, hashlib.sha256()
     for text, is_chat in _documents(corpus, tokenizer, seed):
         ids += [] if is_chat else [prefix_token(tokenizer)]
-        ids += encode_start(tokenizer, text, count)
+        ids += encode_first_tokens(tokenizer, text, count)
         digest.update(f"{text}\0".encode())
         documents += 1
         if len(ids) >= count:
@@ -207,6 +207,6 @@ def _render_chat(row: Row, where: str, tokenizer: Any) -> str:
         text = tokenizer.apply_chat_template(given, tools=row.get("tools") or None, tokenize=False)
     except Exception as error:  # a template raises whatever its author wrote
         raise UsageError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
-    if not is_text(text):
+    if not is_encodable_text(text):
         raise UsageError(f"{where} is not valid text: it contains half of a surrogate pair")
     return str(text)

@@ -12,7 +12,7 @@ from diffquant.checkpoints.compressed_targets import name_patterns, pick_targets
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.formats import FORMATS, NumberFormat
 from diffquant.recipe.numbers.formats.integer import BYTES, PACK_QUANTIZED
-from diffquant.recipe.numbers.sharing import Sharing
+from diffquant.recipe.numbers.sharing import Granularity
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.recipe.targets import target_of
 from diffquant.support.names import first_few
@@ -52,7 +52,7 @@ def quantization_config(
         groups.setdefault((scheme, inputs.get(name, FULL)), []).append(name)
     plain = len(groups) == 1 and set(schemes) <= set(linears)
     # A layout that other readers do not know is named where all of them look first, so that they refuse the folder.
-    own = [scheme.format.layout for scheme, _ in groups if not scheme.format.in_compressed_tensors]
+    own = [scheme.format.layout for scheme, _ in groups if not scheme.format.is_in_compressed_tensors]
     layouts = {scheme.format.layout for scheme, _ in groups} or {PACK_QUANTIZED}
     # compressed-tensors takes integers beside rounded inputs for bytes, unless their group states its layout.
     states_layouts = bool(own or inputs or len(layouts) > 1)
@@ -112,10 +112,10 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
 
 def _weights_entry(scheme: Scheme) -> dict[str, Any]:
     return {
-        **scheme.format.description,
+        **scheme.format.config_fields,
         "strategy": scheme.format.strategy(scheme.granularity),
-        "group_size": None if scheme.sharing.tile else scheme.size,
-        **({"block_structure": [scheme.sharing.tile] * 2} if scheme.sharing.tile else {}),
+        "group_size": None if scheme.sharing.block_size else scheme.granularity_size,
+        **({"block_structure": [scheme.sharing.block_size] * 2} if scheme.sharing.block_size else {}),
         "dynamic": False,
     }
 
@@ -124,9 +124,9 @@ def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
     """Return the entry of activations that are rounded dynamically, with scales computed from them."""
     strategy = {"row": "token"}.get(scheme.granularity) or scheme.format.strategy(scheme.granularity)
     return {
-        **scheme.format.description,
+        **scheme.format.config_fields,
         "strategy": strategy,
-        "group_size": scheme.size,
+        "group_size": scheme.granularity_size,
         "dynamic": "local" if scheme.format.spans_tensor else True,
     }
 
@@ -179,7 +179,7 @@ def _read_groups(entry: Any, rounds_inputs: bool, has_cache: bool) -> dict[str, 
 
 def _read_layouts() -> str:
     """Return the names of compressed-tensors' float layouts that diffquant reads, joined by commas."""
-    known = [each for each in FORMATS.values() if each.quantizes and each.in_compressed_tensors]
+    known = [each for each in FORMATS.values() if each.quantizes and each.is_in_compressed_tensors]
     layouts = {each.layout for each in known} - {PACK_QUANTIZED}
     return ", ".join(sorted(layouts))
 
@@ -193,7 +193,7 @@ def _format_of(group: Mapping[str, Any], layout: object) -> NumberFormat | None:
     """Return the number format of a config group, whose layout overrides the folder's, or None if unknown."""
     weights = {"type": "int", "symmetric": True, **group["weights"]}
     formats = _formats_in(group.get("format") or layout)
-    return next((each for each in formats if each.description.items() <= weights.items()), None)
+    return next((each for each in formats if each.config_fields.items() <= weights.items()), None)
 
 
 def _group_problems(group: Any, layout: object, rounds_inputs: bool) -> list[str]:
@@ -213,7 +213,7 @@ def _group_problems(group: Any, layout: object, rounds_inputs: bool) -> list[str
     has_tiles = (known := _format_of(group, layout)) is None or known.has_tiles
     if not isinstance(strategy, str) or strategy not in _STRATEGIES or (strategy == "block" and not has_tiles):
         problems.append(f"has strategy {strategy!r}")
-    elif strategy == "block" and not is_square(weights.get("block_structure")):
+    elif strategy == "block" and not has_square_blocks(weights.get("block_structure")):
         problems.append(f"has block_structure {weights.get('block_structure')!r}")
     if strategy == "group" and not _is_size(size):
         problems.append("has no group_size" if size is None else f"has group_size {size!r}")
@@ -233,16 +233,16 @@ def has_targets(group: Mapping[str, Any]) -> bool:
 def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> list[str]:
     """List settings of a group's weights that no number format of its layout has."""
     problems = []
-    if weights.get("type", "int") not in [each.description["type"] for each in formats]:
+    if weights.get("type", "int") not in [each.config_fields["type"] for each in formats]:
         problems.append(f"has {weights.get('type', 'int')} codes")
     if not weights.get("symmetric", True):
         problems.append("is asymmetric")
-    if weights.get("num_bits") not in [each.description.get("num_bits") for each in formats]:
+    if weights.get("num_bits") not in [each.config_fields.get("num_bits") for each in formats]:
         problems.append(f"has {weights.get('num_bits')!r} bits")
     return problems
 
 
-def is_square(structure: object) -> bool:
+def has_square_blocks(structure: object) -> bool:
     """Return whether a `block_structure` of quantization_config gives square blocks."""
     block = block_shape(structure)
     return block is not None and block[0] == block[1]
@@ -262,5 +262,5 @@ def _is_size(size: object) -> bool:
 def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
     granularity = _STRATEGIES[weights["strategy"]]
     if granularity == "block":
-        return Scheme(number_format, Sharing(granularity, weights["block_structure"][0]))
-    return Scheme(number_format, Sharing(granularity, weights["group_size"] if granularity == "group" else None))
+        return Scheme(number_format, Granularity(granularity, weights["block_structure"][0]))
+    return Scheme(number_format, Granularity(granularity, weights["group_size"] if granularity == "group" else None))

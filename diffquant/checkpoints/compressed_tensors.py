@@ -43,7 +43,9 @@ def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     values = weight.float()
     scheme = scheme.with_tensor_scale(values.abs().amax())
     scale = weight_scale(values, scheme, scheme.format.scale_dtype(weight.dtype))
-    parts = pack_rows(weight_codes(values, scale, scheme), scale, scheme) | pack_shared(tuple(weight.shape), scheme)
+    parts = pack_rows(weight_codes(values, scale, scheme), scale, scheme) | make_shape_and_scale(
+        tuple(weight.shape), scheme
+    )
     return {suffix.removeprefix("."): part for suffix, part in parts.items()}
 
 
@@ -56,9 +58,9 @@ def pack_rows(codes: Tensor, scale: Tensor, scheme: Scheme) -> dict[str, Tensor]
     return {codes_suffix(scheme): number_format.pack(codes).view(number_format.file_dtype), SCALE: scales}
 
 
-def pack_shared(shape: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
+def make_shape_and_scale(shape: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
     """Return the tensors that are stored once per weight (shape, tensor scale), by the suffix of their names."""
-    shapes = {SHAPE: torch.tensor(shape, dtype=torch.int64)} if scheme.format.stores_shape else {}
+    shapes = {SHAPE: torch.tensor(shape, dtype=torch.int64)} if scheme.format.has_stored_shape else {}
     tensor_scale = scheme.format.tensor_scale
     return shapes if tensor_scale is None else shapes | {GLOBAL: tensor_scale}
 
@@ -98,7 +100,7 @@ def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = Non
         dtype: dtype of the scale, from the format's `scale_dtype`; by default that of `values`.
     """
     view, dim = scheme.sharing.view(values)
-    scale = scheme.format.scale(view, dim, dtype or values.dtype)
+    scale = scheme.format.compute_scale(view, dim, dtype or values.dtype)
     return scale.reshape(scheme.sharing.scale_shape(values.shape))
 
 
@@ -111,7 +113,7 @@ def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """
     view, _ = scheme.sharing.view(values)
     wide = scale.to(torch.promote_types(values.dtype, torch.float32))
-    return scheme.sharing.undo_view(scheme.format.codes(view, scheme.sharing.spread(wide)), values.shape)
+    return scheme.sharing.undo_view(scheme.format.encode(view, scheme.sharing.reshape_scale(wide)), values.shape)
 
 
 def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
@@ -122,7 +124,7 @@ def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """
     view, _ = scheme.sharing.view(codes)
     wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
-    return scheme.sharing.undo_view(scheme.format.decode(view, scheme.sharing.spread(wide)), codes.shape)
+    return scheme.sharing.undo_view(scheme.format.decode(view, scheme.sharing.reshape_scale(wide)), codes.shape)
 
 
 def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
@@ -132,14 +134,14 @@ def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int
         shape: [out, in] or [experts, out, in], the shape of the weight.
     """
     *rows, width = shape
-    packed = (*rows, scheme.format.stored_width(width))
+    packed = (*rows, scheme.format.packed_width(width))
     shapes = {codes_suffix(scheme): packed, SCALE: scheme.sharing.scale_shape(shape)}
     if scheme.format.spans_tensor:
         shapes[GLOBAL] = (1,)
-    return shapes | ({SHAPE: (len(shape),)} if scheme.format.stores_shape else {})
+    return shapes | ({SHAPE: (len(shape),)} if scheme.format.has_stored_shape else {})
 
 
-def packed_types(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def packed_dtypes(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors that store a packed weight, by the suffix of their names.
 
     Args:
@@ -148,7 +150,7 @@ def packed_types(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
     types = {codes_suffix(scheme): scheme.format.file_dtype, SCALE: scheme.format.stored_scale_dtype(dtype)}
     if scheme.format.spans_tensor:
         types[GLOBAL] = torch.float32
-    return types | ({SHAPE: torch.int64} if scheme.format.stores_shape else {})
+    return types | ({SHAPE: torch.int64} if scheme.format.has_stored_shape else {})
 
 
 def list_packed_modules(tensors: Mapping[str, TensorInfo | Tensor]) -> list[str]:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.row_stream import check_rows
+from diffquant.checkpoints.row_stream import check_rows_finite
 from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.heads import HeadLayout
 from diffquant.model.adapters import Adapter
-from diffquant.recipe.numbers.simulation import rotation
+from diffquant.recipe.numbers.simulation import make_rotation_matrix
 from diffquant.support.names import option_name
 
 # A source tensor's rows [rows, ...] -> the target's.
@@ -166,7 +166,7 @@ def _diffllama_origin(source: Source, target: Adapter, name: str) -> Origin:
     if name.endswith("o_proj.weight") and spec.post_norm == "affine":
         subln = source.checkpoint.read(name.replace("o_proj", "subln"))
         return source_name, None, _scale(subln.repeat(spec.pairs))
-    return source_name, source.adapter.rows_as(target.architecture.diff_spec.layout, name), None
+    return source_name, source.adapter.layout_row_order(target.architecture.diff_spec.layout, name), None
 
 
 def _diff_v2_origin(source: Source, name: str) -> Origin:
@@ -198,7 +198,7 @@ def _rotated_origin(source: Source, name: str) -> Origin:
 
     Sources: QuaRot, arXiv 2404.00456, section 4; SpinQuant, arXiv 2405.16406, section 3.
     """
-    spec, stream = source.spec, rotation(source.architecture.hidden_size)
+    spec, stream = source.spec, make_rotation_matrix(source.architecture.hidden_size)
     place, _, kind = name.rpartition(".")
     parent, _, part = place.rpartition(".")
     if part in ("norm", "subln", *NORM_BEFORE.values()):
@@ -234,15 +234,15 @@ def _smoothed_origin(name: str, factors: Mapping[str, Tensor]) -> Origin:
 @lru_cache
 def _rotate_values(layout: HeadLayout) -> Tensor:
     """Return the matrix that rotates the rows of a value projection within each head."""
-    rows = layout.rows("v_proj")
+    rows = layout.channel_rows("v_proj")
     matrix = torch.zeros(rows.numel(), rows.numel(), dtype=torch.float64)
-    matrix[rows[:, :, None], rows[:, None, :]] = rotation(layout.value_dim).T
+    matrix[rows[:, :, None], rows[:, None, :]] = make_rotation_matrix(layout.value_dim).T
     return matrix
 
 
 def _rotate_heads(source: Source, attention: str) -> Change:
     """Return the function that folds a pair norm's weight into an output projection and rotates each head's columns."""
-    spec, matrix = source.spec, rotation(source.spec.value_dim)
+    spec, matrix = source.spec, make_rotation_matrix(source.spec.value_dim)
     if spec.post_norm == "affine":
         matrix = _read_norm(source, f"{attention}.subln")[:, None] * matrix
     return lambda rows: (rows.double().unflatten(1, (spec.pairs, spec.value_dim)) @ matrix).flatten(1)
@@ -255,7 +255,7 @@ def _read_norm(source: Source, norm: str) -> Tensor:
         NonFiniteError: a value is not finite.
     """
     weight = source.checkpoint.read(f"{norm}.weight")
-    check_rows(weight, f"{norm}.weight", 0)
+    check_rows_finite(weight, f"{norm}.weight", 0)
     return weight.double()
 
 

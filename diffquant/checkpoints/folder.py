@@ -20,14 +20,14 @@ from diffquant.checkpoints.side_files import (
     TEMPLATES,
     check_links,
     check_side_files,
-    holds_pointer,
-    is_written_anew,
-    leads_inside,
+    is_generated_file,
+    is_inside_after_links,
+    is_lfs_pointer_file,
+    list_side_files,
     read_json,
-    side_files,
 )
 from diffquant.errors import CheckpointError
-from diffquant.support.files import check_plain
+from diffquant.support.files import check_regular_file
 from diffquant.support.names import first_few
 from diffquant.support.plain_data import parse_json
 
@@ -77,7 +77,7 @@ class FolderCheckpoint(Checkpoint):
         return list(self._files.values())
 
     def write_side_files(self, folder: Path) -> None:
-        copied = side_files(self.path)
+        copied = list_side_files(self.path)
         for file in copied:
             place = folder / file.relative_to(self.path)
             place.parent.mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ class FolderCheckpoint(Checkpoint):
         return sorted(
             f"{file.name}/" if file.is_dir() else file.name
             for file in self.path.iterdir()
-            if file not in known and not is_written_anew(file) and not file.name.startswith(".")
+            if file not in known and not is_generated_file(file) and not file.name.startswith(".")
         )
 
 
@@ -176,7 +176,7 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
             problems.append(f"{shard!r} is outside the folder or not a plain file name")
             continue
         try:
-            check_plain(file)
+            check_regular_file(file)
         except FileNotFoundError:
             problems.append(f"{shard} is missing")
             continue
@@ -195,7 +195,7 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
 
 def _describe_damage(file: Path, error: Exception) -> str:
     """Explain why a file is not a valid safetensors file."""
-    if holds_pointer(file):
+    if is_lfs_pointer_file(file):
         return POINTER
     return f"({file.stat().st_size} bytes) is truncated or damaged ({error})"
 
@@ -214,7 +214,7 @@ def _is_inside(folder: Path, shard: str) -> bool:
     """Return whether a shard's name is a plain name in the folder."""
     if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
-    return leads_inside(folder, folder / shard)
+    return is_inside_after_links(folder, folder / shard)
 
 
 def _describe_unread(config: Mapping[str, Any], unread: Mapping[str, str]) -> str:

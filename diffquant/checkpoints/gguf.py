@@ -21,7 +21,7 @@ from diffquant.checkpoints.gguf_tokenizer import ENDS, load_gguf_tokenizer
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.checkpoints.side_files import gguf_front_matter
 from diffquant.errors import CheckpointError
-from diffquant.support.files import check_plain
+from diffquant.support.files import check_regular_file
 from diffquant.support.names import first_few
 
 # Metadata key that marks files written by diffquant; only these may be overwritten.
@@ -85,11 +85,11 @@ class GgufCheckpoint(Checkpoint):
         return torch.float32 if len(self.tensors[name].shape) == 1 else self._matrix_dtype
 
     @property
-    def written_config(self) -> dict[str, Any]:
+    def output_config(self) -> dict[str, Any]:
         return self.config | {"dtype": str(self._matrix_dtype).removeprefix("torch.")}
 
     @property
-    def rounded_as(self) -> str | None:
+    def earlier_format(self) -> str | None:
         matrices: Counter[str] = Counter()
         for stored in self._stored.values():
             if len(stored.shape) > 1 and stored.kind not in PLAIN_TYPES:
@@ -150,7 +150,7 @@ class GgufCheckpoint(Checkpoint):
 def is_own_gguf(file: Path, kind: str) -> bool:
     """Return whether a file is a GGUF file that diffquant wrote, with `kind` as general.type: "model" or "imatrix"."""
     try:
-        check_plain(file)
+        check_regular_file(file)
         metadata = read_header(map_file(file).data)[0]
     except (OSError, ValueError, CheckpointError):
         return False
@@ -212,7 +212,7 @@ def _llama_name(name: str) -> str:
     return OUTSIDE_LAYERS.get(name, name)
 
 
-def gguf_name(name: str) -> str:
+def to_gguf_name(name: str) -> str:
     """Return the name that a Llama's tensor has in GGUF files; the name of any other tensor is returned unchanged."""
     match = _IN_LLAMA.fullmatch(name)
     if match and match[2] in _PARTS:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from diffquant.checkpoints.side_files import POINTER, is_pointer
+from diffquant.checkpoints.side_files import POINTER, is_lfs_pointer
 from diffquant.errors import CheckpointError
 from diffquant.support.names import find_duplicates
 
@@ -86,7 +86,7 @@ def read_header(data: memoryview, tokens: Iterable[str] = ()) -> Header:
         CheckpointError: it is not a GGUF file of version 2 or 3, is truncated, has a key or a tensor twice, or has
             tensors of a type that gguf does not know, or with data beyond its end; every such tensor is named.
     """
-    if is_pointer(data):
+    if is_lfs_pointer(data):
         raise CheckpointError(POINTER)
     if bytes(data[:4]) != _MAGIC:
         raise CheckpointError("it is not a GGUF file, since it does not begin with 'GGUF'")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffquant.checkpoints.side_files import SIDE_SUFFIXES, TOKENIZER_SUFFIXES, read_front_matter
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.reports.tables import megabytes
+from diffquant.reports.tables import format_size
 from diffquant.support.progress import clear_line
 
 # The rules of huggingface_hub's validate_repo_id.
@@ -26,7 +26,7 @@ _LEFT = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 _WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 
 
-def local_path(path: Path) -> Path:
+def fetch_to_local_path(path: Path) -> Path:
     """Return the path of a checkpoint named by a path, or by ORG/NAME or ORG/NAME@REVISION on the hub.
 
     An existing local path takes precedence. A model on the hub is downloaded into Hugging Face's cache, except for
@@ -74,7 +74,7 @@ def describe_push(folder: Path, model: str) -> str:
     says = read_front_matter(folder)
     licence = f"licence {says['license']}" if says.get("license") else "no licence named"
     base = f", base model {says['base_model']}" if says.get("base_model") else ""
-    sizes = ", ".join(f"{file.relative_to(folder).as_posix()} {megabytes(file.stat().st_size)}" for file in files)
+    sizes = ", ".join(f"{file.relative_to(folder).as_posix()} {format_size(file.stat().st_size)}" for file in files)
     return f"publishing to {model}, which is public if it is new: {licence}{base}; {len(files)} files: {sizes}"
 
 

@@ -19,16 +19,16 @@ import torch
 from gguf import GGMLQuantizationType, GGUFType, GGUFWriter, Keys
 from torch import Tensor
 
-from diffquant.checkpoints.gguf import OWN_KEY, gguf_name, map_file
+from diffquant.checkpoints.gguf import OWN_KEY, map_file, to_gguf_name
 from diffquant.checkpoints.gguf_header import StoredTensor, read_header
-from diffquant.checkpoints.side_files import is_pointer
+from diffquant.checkpoints.side_files import is_lfs_pointer
 from diffquant.errors import CheckpointError
 from diffquant.support.devices import log_once
 from diffquant.support.digests import content_digest
-from diffquant.support.files import check_plain, replacing
+from diffquant.support.files import check_regular_file, replace_atomically
 from diffquant.support.installation import versions
 from diffquant.support.names import find_duplicates, first_few, option_name
-from diffquant.support.terminal import Readable, one_line
+from diffquant.support.terminal import PrintableResult, one_line
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -38,7 +38,7 @@ _Entry = tuple[_Floats, _Floats]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Imatrix(Readable):
+class Imatrix(PrintableResult):
     """An importance matrix, read from a file.
 
     Attributes:
@@ -64,33 +64,35 @@ class Imatrix(Readable):
         """Return what diffquant.json records about the file."""
         return {"file": self.path.name, "digest": self.digest, "datasets": list(self.datasets), "chunks": self.chunks}
 
-    def importance(self, widths: Mapping[str, int], tensors: Collection[str]) -> dict[str, Tensor]:
+    def importance(self, input_counts: Mapping[str, int], tensors: Collection[str]) -> dict[str, Tensor]:
         """Return the importance [in] of each weight's input channels in float32, with a mean of 1.
 
         Args:
-            widths: number of input channels of each weight that is rounded, by its name in the checkpoint.
+            input_counts: number of input channels of each weight that is rounded, by its name in the checkpoint.
             tensors: names of all tensors of the checkpoint; other entries of the matrix are ignored, with a warning.
 
         Raises:
             CheckpointError: weights have no entry, or one of another width; the first are named.
         """
-        entries = {name: next((n for n in (name, gguf_name(name)) if n in self.means), None) for name in widths}
+        entries = {
+            name: next((n for n in (name, to_gguf_name(name)) if n in self.means), None) for name in input_counts
+        }
         missing = [name for name, entry in entries.items() if entry is None]
         if missing:
             raise CheckpointError(
-                f"{self.path} has no activations for {len(missing)} of {len(widths)} weights: "
+                f"{self.path} has no activations for {len(missing)} of {len(input_counts)} weights: "
                 f"{first_few(missing, ', ')}; use an imatrix of this model, or keep them at 16 bits with "
                 f"{option_name('overrides', 'PATTERN=16')}"
             )
         found = {name: self.means[entry] for name, entry in entries.items() if entry is not None}
         misfits = [
-            f"{entries[name]} has {len(means)} values, and {name} has {widths[name]} input channels"
+            f"{entries[name]} has {len(means)} values, and {name} has {input_counts[name]} input channels"
             for name, means in found.items()
-            if len(means) != widths[name]
+            if len(means) != input_counts[name]
         ]
         if misfits:
             raise CheckpointError(f"{self.path} is not an imatrix of this model: {first_few(misfits)}")
-        known = {each for name in tensors for each in (name, gguf_name(name))}
+        known = {each for name in tensors for each in (name, to_gguf_name(name))}
         if surplus := [one_line(name) for name in self.means if name not in known]:
             message = "%s has entries for %d tensors that this model does not have, which are ignored: %s"
             log_once(__name__, logging.WARNING, message, self.path, len(surplus), first_few(surplus, ", "))
@@ -111,12 +113,12 @@ def read_imatrix(path: Path) -> Imatrix:
             or non-finite values; the first are named.
     """
     try:
-        check_plain(path)
+        check_regular_file(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     data = map_file(path)
     try:
-        is_gguf = bytes(data[:4]) == b"GGUF" or is_pointer(data.data)
+        is_gguf = bytes(data[:4]) == b"GGUF" or is_lfs_pointer(data.data)
         entries, datasets, chunks = _read_gguf(data) if is_gguf else _read_binary(data.data)
         means = _means(entries)
     except CheckpointError as error:
@@ -242,7 +244,7 @@ def write_imatrix(
     for name, values in sorted(means.items()):
         writer.add_tensor(name + _SUMS, (values.double() * tokens).float().numpy()[None])
         writer.add_tensor(name + _COUNTS, np.full((1, 1), tokens, np.float32))
-    with replacing(path) as file, closing(writer):
+    with replace_atomically(path) as file, closing(writer):
         writer.write_header_to_file(file)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -14,19 +14,19 @@ from diffquant.checkpoints.compressed_tensors import (
     SCALE,
     SHAPE,
     list_packed_modules,
+    packed_dtypes,
     packed_shapes,
-    packed_types,
 )
 from diffquant.checkpoints.dequantized import dequantize_folder
 from diffquant.checkpoints.folder import FolderCheckpoint
-from diffquant.checkpoints.hub import local_path
+from diffquant.checkpoints.hub import fetch_to_local_path
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters, Shape
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.support.names import first_few
-from diffquant.support.plain_data import is_text
+from diffquant.support.plain_data import is_encodable_text
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -36,8 +36,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: there is no such checkpoint, or files are missing, truncated or outside the folder, or weights
             that another library packed do not match its layout; every offending file and tensor is named.
     """
-    path = local_path(Path(path))
-    if not is_text(str(path.absolute())):
+    path = fetch_to_local_path(Path(path))
+    if not is_encodable_text(str(path.absolute())):
         raise CheckpointError(f"the path {str(path)!r} is not UTF-8, which safetensors cannot open; rename it")
     if is_gguf(path):
         # Imported here, since importing gguf takes time that opening a folder does not need.
@@ -174,7 +174,7 @@ def _adds_nothing(checkpoint: Checkpoint, name: str, info: TensorInfo, needed: P
     return info.dtype.is_floating_point and not checkpoint.read(name).float().any()
 
 
-def restore_embedding(checkpoint: Checkpoint, adapter: Adapter) -> None:
+def rename_tied_head(checkpoint: Checkpoint, adapter: Adapter) -> None:
     """Rename a tied embedding that is stored only under the head's name.
 
     safetensors' `save_model` keeps only the first name of a shared tensor, and transformers reads either name.
@@ -214,7 +214,7 @@ def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[
     problems = []
     for name, parameter in parameters.items():
         module = name.removesuffix(".weight")
-        if module in schemes and schemes[module].format.stores_shape:
+        if module in schemes and schemes[module].format.has_stored_shape:
             stored, expected = checkpoint.read(module + SHAPE).tolist(), list(parameter.shape)
             if stored != expected:
                 problems.append(f"{module + SHAPE} is {stored}, not {expected}")
@@ -245,7 +245,7 @@ def _problem(what: str, names: Sequence[str]) -> list[str]:
 def _has_right_type(name: str, info: TensorInfo, schemes: dict[str, Scheme]) -> bool:
     module, _, part = name.rpartition(".")
     scheme = schemes.get(module, FULL)
-    types = packed_types(scheme, torch.bfloat16) if scheme.quantizes else {}
+    types = packed_dtypes(scheme, torch.bfloat16) if scheme.quantizes else {}
     suffix = f".{part}"
     if suffix not in types:
         return info.dtype.is_floating_point and info.dtype.itemsize > 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.support.names import first_few, option_name
@@ -29,7 +29,7 @@ class Placement:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def put(self, name: str, read: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
+    def place_parameter(self, name: str, read: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
         """Read a parameter, store it in its place, and return it.
 
         The result is on the meta device if the parameter is not kept in memory.
@@ -56,7 +56,7 @@ class LayerwisePlacement(Placement):
         self._model, self._embed = model, embed
         self._readers: dict[str, Callable[[], Tensor]] = {}
 
-    def put(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+    def place_parameter(self, name: str, read: Callable[[], Tensor]) -> Tensor:
         empty: Tensor = self._model.get_parameter(name)
         if name.startswith(_LAYERS):
             self._readers[name] = read
@@ -86,7 +86,7 @@ class _Rows(nn.Module):
         return self._read(known)[places]
 
 
-class Spread(Placement):
+class SpreadPlacement(Placement):
     """Placement that spreads a model over devices, main memory and disk.
 
     Weights in main memory or on disk are moved to the computing device when they are needed.
@@ -94,7 +94,7 @@ class Spread(Placement):
     Source: accelerate's big-model inference.
     """
 
-    def __init__(self, model: CausalModel, places: Places, dtype: torch.dtype) -> None:
+    def __init__(self, model: CausalModel, places: OffloadPlan, dtype: torch.dtype) -> None:
         """Choose the place of each module, before any parameter is read.
 
         Args:
@@ -123,7 +123,7 @@ class Spread(Placement):
         self._check(model)
         self._folder = self._new_folder(model, places.offload_folder) if "disk" in self.places.values() else None
 
-    def put(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+    def place_parameter(self, name: str, read: Callable[[], Tensor]) -> Tensor:
         data, place = read(), self._place_of(name)
         if place is not None and place != "disk":
             return data.to(torch.device(place))

@@ -13,7 +13,7 @@ DeviceMap = str | Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
-class Places:
+class OffloadPlan:
     """The places that a model is spread over: devices, main memory and the disk.
 
     Attributes:

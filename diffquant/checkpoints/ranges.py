@@ -22,10 +22,10 @@ from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.support.files import check_plain, write_atomically
+from diffquant.support.files import check_regular_file, write_atomically
 from diffquant.support.names import first_few, option_name
-from diffquant.support.outputs import check_written_file
-from diffquant.support.plain_data import parse_json, plain_digest
+from diffquant.support.outputs import check_output_file
+from diffquant.support.plain_data import parse_json, plain_data_digest
 
 # Files of version 1 had no digest, so damage could pass for a range.
 _VERSION = "2"
@@ -68,7 +68,7 @@ class Ranges:
         _check_values(self.tensors, origin)
         _check_shapes(self.tensors, source, origin)
 
-    def check(self, recipe: Recipe) -> None:
+    def check_recipe(self, recipe: Recipe) -> None:
         """Check that there are ranges for all static schemes of a recipe.
 
         Raises:
@@ -101,7 +101,7 @@ def check_ranges_used(file: Path | str | None, recipes: Iterable[Recipe]) -> Non
 def is_own_ranges(path: Path) -> bool:
     """Return whether a file contains ranges that diffquant wrote."""
     try:
-        check_plain(path)
+        check_regular_file(path)
         with safe_open(path, framework="pt") as file:
             return "diffquant" in (file.metadata() or {})
     except (OSError, SafetensorError):
@@ -126,7 +126,7 @@ def check_calibrated_output(path: Path, overwrite: bool, is_own: Callable[[Path]
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"the folder {folder}, where {path.name} would be written, does not exist")
-    check_written_file(path, is_own(path))
+    check_output_file(path, is_own(path))
 
 
 def write_ranges(path: Path, ranges: Ranges) -> None:
@@ -159,7 +159,7 @@ def read_any_ranges(path: Path) -> Ranges:
         CheckpointError: the file cannot be read, or is not what diffquant calibrate wrote.
     """
     try:
-        check_plain(path)
+        check_regular_file(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -182,7 +182,7 @@ def read_any_ranges(path: Path) -> Ranges:
 def _file_digest(metadata: Mapping[str, str], ranges: Ranges) -> str:
     """Return the SHA-256 of a file's ranges and metadata."""
     said = {name: metadata[name] for name in ("diffquant", "model", "settings", "bits")}
-    return plain_digest([said, ranges.digest])
+    return plain_data_digest([said, ranges.digest])
 
 
 def _check_values(tensors: Mapping[str, Tensor], origin: str) -> None:
@@ -210,7 +210,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], source: Source, origin: str) ->
         CheckpointError: some are missing, of another shape, or do not belong to this checkpoint; they are named.
     """
     architecture = source.architecture
-    rows = next(iter(architecture.token_rows.values()))
+    rows = next(iter(architecture.cached_shapes.values()))
     shape_of = {"k": rows.keys, "v": rows.values, "logits": (source.spec.query_heads,)}
     targets = {name.rpartition(".")[2] for name in tensors} & set(shape_of)
     expected = {

@@ -75,7 +75,7 @@ class Checkpoint(ABC):
     def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
         """Read some rows of a tensor, equal to `read(name)[rows]`, without loading the others."""
 
-    def matrix_rows(self, name: str, first: int, last: int) -> Tensor:
+    def read_matrix_rows(self, name: str, first: int, last: int) -> Tensor:
         """Read rows `first` to `last` (exclusive) of a matrix [out, in], or of all experts [experts, out, in]."""
         if len(self.tensors[name].shape) == 2:
             return self.read_rows(name, slice(first, last))
@@ -109,32 +109,32 @@ class Checkpoint(ABC):
         return self.tensors[name].dtype
 
     @property
-    def written_config(self) -> dict[str, Any]:
+    def output_config(self) -> dict[str, Any]:
         """The content of config.json for a copy whose tensors are in their `output_dtype`."""
         return self.config
 
     @property
-    def rounded_as(self) -> str | None:
+    def earlier_format(self) -> str | None:
         """Format that the matrices were already quantized to, such as Q4_1, or None if unknown."""
         entry = self.config.get("diffquant_config")
         kind = entry.get("rounded_as") if isinstance(entry, Mapping) else None
         return kind if isinstance(kind, str) else None
 
     @property
-    def note(self) -> str:
+    def engine_difference_note(self) -> str:
         """A clause on what other engines quantize in this model and diffquant does not; "" if there is nothing."""
         return ""
 
     @property
     def earlier_rounding_clause(self) -> str:
-        """A clause on the format that the weights were quantized to earlier, with `note`; "" if they were not."""
-        kind, note = self.rounded_as, self.note
+        """A clause on the weights' earlier format, with `engine_difference_note`; "" if they were not quantized."""
+        kind, note = self.earlier_format, self.engine_difference_note
         return f"weights were rounded to {kind} before{f'; {note}' if note else ''}" if kind else ""
 
     @property
     def requantization_warning(self) -> str:
         """A warning that quantizing adds to the error of an earlier quantization; "" if there was none."""
-        before, ends = self.earlier_rounding_clause, ";" if self.note else ":"
+        before, ends = self.earlier_rounding_clause, ";" if self.engine_difference_note else ":"
         return f"the source's {before}{ends} rounding them again adds to that error" if before else ""
 
     @property

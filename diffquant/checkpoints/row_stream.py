@@ -36,7 +36,7 @@ BLOCK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows of one or more output tensors, and their rounding error.
 
     Attributes:
@@ -50,7 +50,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Job:
+class ConversionJob:
     """The conversion of one source tensor into output tensors, a block of rows at a time.
 
     Attributes:
@@ -65,7 +65,7 @@ class Job:
     rows: int
     width: int
     outputs: tuple[OutputTensor, ...]
-    make: Callable[[int, int], Block]
+    make: Callable[[int, int], RowBlock]
     together: int = 1
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -77,46 +77,46 @@ class Shard:
     """One output file: the jobs that fill it, and the source file, if any, whose digest its record contains."""
 
     source: Path | None
-    jobs: Sequence[Job]
+    jobs: Sequence[ConversionJob]
 
     @property
     def outputs(self) -> list[OutputTensor]:
         return [output for job in self.jobs for output in job.outputs]
 
 
-def row_blocks(rows: int, width: int, together: int = 1) -> Iterator[tuple[int, int]]:
+def row_blocks(rows: int, width: int, multiple_of: int = 1) -> Iterator[tuple[int, int]]:
     """Yield the first and last (exclusive) row of each block of a matrix [rows, width].
 
     Args:
-        together: blocks begin at multiples of this number of rows.
+        multiple_of: blocks begin at multiples of this number of rows.
     """
-    height = together * max(1, BLOCK_ELEMENTS // max(1, width) // together)
+    height = multiple_of * max(1, BLOCK_ELEMENTS // max(1, width) // multiple_of)
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def make_copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_mask: bool = False) -> Job:
+def make_copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype, may_be_mask: bool = False) -> ConversionJob:
     """Return the job that copies a tensor, converted to `dtype`, and raises NonFiniteError for NaN and infinity.
 
     Args:
-        may_mask: whether the tensor may be a buffer with a mask, in which -inf is valid.
+        may_be_mask: whether the tensor may be a buffer with a mask, in which -inf is valid.
     """
     info = checkpoint.tensors[name]
 
-    def make(first: int, last: int) -> Block:
+    def make(first: int, last: int) -> RowBlock:
         rows = checkpoint.read_rows(name, slice(first, last)) if info.shape else checkpoint.read(name).reshape(1)
         if not rows.is_floating_point():
-            return Block({name: (first, convert_rows(rows, dtype, name))})
-        masked = rows == -math.inf if may_mask and rows.itemsize > 1 else None
+            return RowBlock({name: (first, convert_rows(rows, dtype, name))})
+        masked = rows == -math.inf if may_be_mask and rows.itemsize > 1 else None
         finite = rows if masked is None else rows.masked_fill(masked, 0)
-        check_rows(finite, name, first)
+        check_rows_finite(finite, name, first)
         data = convert_rows(finite, dtype, name)
-        return Block({name: (first, data if masked is None else data.masked_fill(masked, -math.inf))})
+        return RowBlock({name: (first, data if masked is None else data.masked_fill(masked, -math.inf))})
 
     rows, *rest = info.shape or (1,)
-    return Job(name, rows, max(1, math.prod(rest)), (OutputTensor(name, dtype, info.shape),), make)
+    return ConversionJob(name, rows, max(1, math.prod(rest)), (OutputTensor(name, dtype, info.shape),), make)
 
 
-def check_rows(rows: Tensor, name: str, first: int) -> None:
+def check_rows_finite(rows: Tensor, name: str, first: int) -> None:
     """Check that consecutive rows of a tensor are finite.
 
     Args:
@@ -203,7 +203,7 @@ def _write_shard(
     done = 0.0
     with closing(ShardFile(path, shard.outputs)) as file:
 
-        def make_and_write(job: Job, first: int, last: int) -> tuple[str, int, float, float]:
+        def make_and_write(job: ConversionJob, first: int, last: int) -> tuple[str, int, float, float]:
             block = job.make(first, last)
             for name, (row, data) in block.pieces.items():
                 file.write(name, data, row)
@@ -249,7 +249,7 @@ def map_in_order(
 def _finish(
     staging: Staging, name: str, digest: "Future[str] | None", sums: Mapping[str, list[float]]
 ) -> dict[str, Any]:
-    return staging.finish(name, {"source_digest": digest and digest.result(), "sums": dict(sums)})
+    return staging.record_finished(name, {"source_digest": digest and digest.result(), "sums": dict(sums)})
 
 
 def _report_after(progress: Progress, before: float, total: float, done: float, what: str) -> None:

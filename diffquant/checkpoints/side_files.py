@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffquant.errors import CheckpointError
-from diffquant.support.files import check_plain, check_plain_inside
+from diffquant.support.files import check_no_special_files, check_regular_file
 from diffquant.support.names import first_few
 from diffquant.support.plain_data import parse_json
 from diffquant.support.yaml_text import parse_yaml
@@ -22,16 +22,16 @@ POINTER = "is a pointer of Git LFS, not the file itself (fetch it with `git lfs 
 _BEGINS = b"version https://git-lfs"
 
 
-def is_pointer(content: bytes | memoryview) -> bool:
+def is_lfs_pointer(content: bytes | memoryview) -> bool:
     """Return whether a file's content, or its first bytes, is a pointer of Git LFS."""
     return bytes(content[: len(_BEGINS)]) == _BEGINS
 
 
-def holds_pointer(file: Path) -> bool:
+def is_lfs_pointer_file(file: Path) -> bool:
     """Return whether a file is a pointer of Git LFS; false for a file that cannot be read."""
     try:
         with file.open("rb") as stream:
-            return is_pointer(stream.read(len(_BEGINS)))
+            return is_lfs_pointer(stream.read(len(_BEGINS)))
     except OSError:
         return False
 
@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is absent, or does not hold a JSON object.
     """
     try:
-        check_plain(path)
+        check_regular_file(path)
         if path.stat().st_size > _LARGEST:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than the limit of {_LARGEST}")
         content = parse_json(path.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         if path.is_file() and not path.stat().st_size:
             raise CheckpointError(f"{path} is empty; download it again") from error
-        if path.is_file() and holds_pointer(path):
+        if path.is_file() and is_lfs_pointer_file(path):
             raise CheckpointError(f"{path} {POINTER}") from error
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
@@ -128,7 +128,9 @@ def _is_web_link(link: str) -> bool:
     return not parts.netloc and ":" not in link.partition("/")[0]
 
 
-def front_matter(library: str, tags: Sequence[str], carried: Mapping[str, Any], relation: str | None = None) -> str:
+def format_front_matter(
+    library: str, tags: Sequence[str], carried: Mapping[str, Any], relation: str | None = None
+) -> str:
     """Return the front matter of a model card as YAML between lines of dashes.
 
     Args:
@@ -172,12 +174,12 @@ _OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", CARD}
 TOKENIZER_SUFFIXES = {".spm", ".codes", ".bpe"}
 
 
-def side_files(folder: Path) -> list[Path]:
+def list_side_files(folder: Path) -> list[Path]:
     """List the files other than weights that a reader needs: tokenizer, generation, chat templates, code, licence."""
     return sorted(
         file
         for file in [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
-        if _is_side_file(file) and not is_written_anew(file) and file.is_file() and not _is_large(file)
+        if _is_side_file(file) and not is_generated_file(file) and file.is_file() and not _is_large(file)
     )
 
 
@@ -186,7 +188,7 @@ def list_behaviour_files(folder: Path) -> list[Path]:
     suffixes = SIDE_SUFFIXES | TOKENIZER_SUFFIXES
     return [
         file
-        for file in side_files(folder)
+        for file in list_side_files(folder)
         if file.suffix in suffixes or file.suffix[:2] == ".v" or file.parent.name == TEMPLATES
     ]
 
@@ -201,7 +203,9 @@ def check_side_files(folder: Path) -> None:
             a key twice.
     """
     files = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
-    pointers = sorted(file.name for file in files if _is_side_file(file) and file.is_file() and holds_pointer(file))
+    pointers = sorted(
+        file.name for file in files if _is_side_file(file) and file.is_file() and is_lfs_pointer_file(file)
+    )
     if pointers:
         raise CheckpointError(f"checkpoint {folder}: {first_few([f'{name} {POINTER}' for name in pointers])}")
     if (folder / TOKENIZER_CONFIG).exists():
@@ -213,7 +217,7 @@ def _is_side_file(file: Path) -> bool:
     return file.suffix.lower() not in _LEFT_SUFFIXES and not file.name.startswith(".")
 
 
-def is_written_anew(file: Path) -> bool:
+def is_generated_file(file: Path) -> bool:
     """Return whether an output gets a new file with this name instead of a copy."""
     return file.name in _OWN_NAMES or file.name.endswith(".index.json")
 
@@ -232,13 +236,13 @@ def check_links(folder: Path) -> None:
     """
     try:
         for inside in (folder, *filter(Path.is_dir, [folder / TEMPLATES])):
-            check_plain_inside(inside)
+            check_no_special_files(inside)
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {folder}: {error}; remove it") from error
     files = [*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]
     read = (file for file in files if _is_side_file(file) and (file.name == TEMPLATES or not file.is_dir()))
     links = sorted(file for file in read if file.is_symlink())
-    outside = [f"{link.name} -> {link.readlink()}" for link in links if not leads_inside(folder, link)]
+    outside = [f"{link.name} -> {link.readlink()}" for link in links if not is_inside_after_links(folder, link)]
     if outside:
         raise CheckpointError(
             f"checkpoint {folder} has links to files outside it, which are not followed: {first_few(outside, ', ')}; "
@@ -246,7 +250,7 @@ def check_links(folder: Path) -> None:
         )
 
 
-def leads_inside(folder: Path, file: Path) -> bool:
+def is_inside_after_links(folder: Path, file: Path) -> bool:
     """Return whether a file, after following links, is in a folder or in the "blobs" of the hub's cache around it.
 
     Hugging Face's cache has REPOSITORY/snapshots/COMMIT, of links to REPOSITORY/blobs; the folder may lie in a commit.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.opening import check_tensors, open_checkpoint, restore_embedding
+from diffquant.checkpoints.opening import check_tensors, open_checkpoint, rename_tied_head
 from diffquant.checkpoints.reader import Checkpoint, read_stored_dtype, read_stored_recipe
 from diffquant.checkpoints.side_files import list_behaviour_files
 from diffquant.checkpoints.texts import SpecialTokens, read_special_tokens
@@ -106,7 +106,7 @@ class Source:
         return self.architecture.diff_spec
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         return self.architecture.num_hidden_layers
 
     def require_transformer(self, verb: str) -> TransformerArchitecture:
@@ -134,7 +134,7 @@ class Source:
         )
 
     @property
-    def weights(self) -> int:
+    def weight_count(self) -> int:
         """Number of weights, packed ones included."""
         return sum(torch.Size(shape).numel() for shape in self.adapter.source_shapes().values())
 
@@ -242,12 +242,12 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
         raise UsageError(f"a model is a folder, a .gguf file or ORG/NAME, not of type {type(path).__name__}")
     checkpoint = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
     try:
-        adapter = adapter_for(checkpoint.config).adapt_to(checkpoint.tensors)
+        adapter = adapter_for(checkpoint.config).match_tensors(checkpoint.tensors)
     except UnknownModelTypeError:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    restore_embedding(checkpoint, adapter)
+    rename_tied_head(checkpoint, adapter)
     state = checkpoint_file_stats(checkpoint)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
 

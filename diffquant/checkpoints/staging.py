@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.support.digests import content_digest
-from diffquant.support.files import read_text, set_folder_aside, sync, write_atomically
+from diffquant.support.files import read_text, set_folder_aside, sync_to_disk, write_atomically
 
 
 class Staging:
@@ -59,10 +59,10 @@ class Staging:
         self.resumed += 1
         return record
 
-    def finish(self, shard: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    def record_finished(self, shard: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Record a shard as finished, and return its record, to which the "digest" of the file is added."""
         # Syncing here overlaps with the next shard's work.
-        sync(self.folder / shard)
+        sync_to_disk(self.folder / shard)
         entry = {"digest": content_digest(self.folder / shard), **record}
         with self._guard:
             self._records[shard] = entry
@@ -75,7 +75,7 @@ class Staging:
     def sync(self) -> None:
         """Wait until all of the output is on the disk, so that renaming cannot precede its content."""
         for file in (*self.folder.rglob("*"), self.folder):
-            sync(file)
+            sync_to_disk(file)
 
     def discard(self) -> None:
         """Remove everything that was written."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant import data
-from diffquant.checkpoints.side_files import POINTER, is_pointer, read_json
+from diffquant.checkpoints.side_files import POINTER, is_lfs_pointer, read_json
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.support.files import read_text
 
@@ -26,7 +26,7 @@ def load_text(path: Path | None = None, characters: int | None = None) -> str:
         raise UsageError(f"cannot read text from {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text ({error}); convert it, for example with iconv") from error
-    if is_pointer(text[:100].encode()):
+    if is_lfs_pointer(text[:100].encode()):
         raise UsageError(f"{path} {POINTER}")
     if not text.strip():
         raise UsageError(f"{path} is empty; give a file with text")
@@ -55,7 +55,7 @@ def check_prompt(prompt: str) -> None:
         raise UsageError(f"the prompt is not UTF-8 text from character {error.start} on; convert it first") from error
 
 
-def to_divisor(temperature: float) -> float:
+def to_logit_divisor(temperature: float) -> float:
     """Return the number to divide logits by before sampling: the temperature, but at least 1e-30.
 
     At lower temperatures even the closest float32 logits select the top-1 token, and quotients overflow.

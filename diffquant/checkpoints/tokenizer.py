@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from diffquant import data
-from diffquant.checkpoints.hub import local_path
+from diffquant.checkpoints.hub import fetch_to_local_path
 from diffquant.checkpoints.opening import is_gguf
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.side_files import TOKENIZER_CONFIG, check_side_files, read_json
 from diffquant.errors import CheckpointError
 from diffquant.support.devices import log_once
-from diffquant.support.files import check_plain_inside
+from diffquant.support.files import check_no_special_files
 
 _FILE = "tokenizer.json"
 # Every tokenizer that transformers reads has one of these files.
@@ -58,7 +58,7 @@ def load_tokenizer(path: Path | str) -> Any:
     Raises:
         CheckpointError: there is none, it cannot be read, or it needs Python code of the checkpoint.
     """
-    path = local_path(Path(path))
+    path = fetch_to_local_path(Path(path))
     _check_files(path)
     with _name_checkpoint(path):
         if is_gguf(path):
@@ -84,7 +84,7 @@ def _check_files(path: Path) -> None:
     if not path.is_dir():
         return
     try:
-        check_plain_inside(path)
+        check_no_special_files(path)
     except OSError as error:
         raise CheckpointError(f"cannot read a tokenizer from {path}: {error}; remove it") from error
     check_side_files(path)
@@ -94,7 +94,7 @@ def _check_files(path: Path) -> None:
         )
 
 
-def explain_class_difference(path: Path) -> str:
+def explain_tokenizer_difference(path: Path) -> str:
     """Explain how the tokenizer class that other engines load differs from tokenizer.json, or return "" if it does not.
 
     Raises:
@@ -135,7 +135,7 @@ def _load_file(path: Path) -> tuple[Any, str]:
     except Exception as error:  # a class that does not fit the file may raise anything
         return _wrap_as_class(path, None), f"transformers cannot load the named class ({_first_line(error)})"
     tokenizer = _wrap_as_class(path, of_class)
-    if (text := first_difference(of_class, tokenizer)) is None:
+    if (text := find_differing_text(of_class, tokenizer)) is None:
         return tokenizer, ""
     return tokenizer, f"transformers' {type(of_class).__name__} would encode {text[:40]!r} differently"
 
@@ -177,7 +177,7 @@ def _wrap_as_class(path: Path, of_class: Any) -> Any:
     return tokenizer
 
 
-def first_difference(of_class: Any, of_file: Any) -> str | None:
+def find_differing_text(of_class: Any, of_file: Any) -> str | None:
     """Return a sample text that two tokenizers encode or decode differently, or None if there is no such sample."""
     if of_class is of_file:
         return None

@@ -94,7 +94,7 @@ def encode_text(tokenizer: Any, text: str, vocabulary: int, device: torch.device
     Raises:
         UsageError: the text has fewer than two tokens, or one that is not in the vocabulary.
     """
-    ids = _encode(tokenizer, text) if tokens is None else encode_start(tokenizer, text, tokens)
+    ids = _encode(tokenizer, text) if tokens is None else encode_first_tokens(tokenizer, text, tokens)
     if len(ids) < 2:
         raise UsageError(f"the text has {len(ids)} tokens; perplexity needs two or more")
     ids = [prefix_token(tokenizer), *ids][:tokens]
@@ -102,7 +102,7 @@ def encode_text(tokenizer: Any, text: str, vocabulary: int, device: torch.device
     return torch.tensor(ids, device=device)
 
 
-def encode_start(tokenizer: Any, text: str, tokens: int) -> list[int]:
+def encode_first_tokens(tokenizer: Any, text: str, tokens: int) -> list[int]:
     """Return at least the first `tokens` ids of a text, or all if it has fewer, without encoding a long text whole."""
     wanted = tokens + _TOKENS_OF_AN_END
     length = 8 * wanted

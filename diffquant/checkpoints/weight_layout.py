@@ -29,7 +29,7 @@ def find_transposed(tensors: Tensors) -> list[str]:
     return [name for name in weights if name in chosen]
 
 
-def find_undecided_experts(tensors: Tensors) -> list[str]:
+def find_ambiguous_experts(tensors: Tensors) -> list[str]:
     """List the tensors [experts, n, n] for which no related tensor shows whether they are [..., out, in] or not."""
     modules = _experts_by_module(tensors)
     squares = [name for names in modules.values() for name in names if len(set(tensors[name].shape[1:])) == 1]

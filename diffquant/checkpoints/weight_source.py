@@ -58,11 +58,11 @@ class PackingRules:
 
     def matches_weight(self, name: str, axes: int) -> bool:
         """Return whether a tensor with this name and number of axes may be packed, unless `keep` excludes it."""
-        return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
+        return matches_any_pattern(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
     def may_be_mask(self, name: str, axes: int) -> bool:
         """Return whether a tensor may be a mask, which may contain -inf, since its name is of no weight, bias or λ."""
-        return not self.matches_weight(name, axes) and not matches(name, ("*.weight", "*.bias", "*lambda*"))
+        return not self.matches_weight(name, axes) and not matches_any_pattern(name, ("*.weight", "*.bias", "*lambda*"))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,7 +92,7 @@ def _expression(pattern: str) -> str:
     )
 
 
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
+def matches_any_pattern(name: str, patterns: tuple[str, ...]) -> bool:
     """Return whether a tensor's name matches one of the patterns, ignoring case."""
     return any(fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
 
@@ -151,7 +151,7 @@ class WeightSource:
         return self.checkpoint.config.get("model_type")
 
     @cached_property
-    def weights(self) -> dict[str, str]:
+    def packable_weights(self) -> dict[str, str]:
         """Tensor name, by module, of every weight that can be packed, including those that `rules.keep` excludes."""
         names = [
             name
@@ -163,9 +163,11 @@ class WeightSource:
     @cached_property
     def linears(self) -> list[str]:
         """Modules whose weights the rules select for packing."""
-        return [module for module, name in self.weights.items() if not matches(name, self.rules.keep)]
+        return [
+            module for module, name in self.packable_weights.items() if not matches_any_pattern(name, self.rules.keep)
+        ]
 
-    def matrices(self) -> list[str]:
+    def list_possible_linears(self) -> list[str]:
         """Return the names of all modules that may be Linears, including those too narrow to be packed."""
         tensors = self.checkpoint.tensors.items()
         return [name.removesuffix(".weight") for name, info in tensors if _is_matrix(name, info)]
@@ -195,7 +197,7 @@ def _check_keep(rules: PackingRules, checkpoint: Checkpoint) -> None:
     unmatched = [
         pattern
         for pattern in rules.keep
-        if pattern not in shipped and not any(matches(name, (pattern,)) for name in checkpoint.tensors)
+        if pattern not in shipped and not any(matches_any_pattern(name, (pattern,)) for name in checkpoint.tensors)
     ]
     if unmatched:
         # Finding the nearest name takes long, and only the first few are shown.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.reader import SAFETENSORS_DTYPES
-from diffquant.support.files import PlacedFile
+from diffquant.support.files import PreallocatedFile
 
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -37,7 +37,7 @@ class ShardFile:
         header, offsets = make_shard_header(tensors)
         self._starts = {name: len(header) + offset for name, offset in offsets.items()}
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._file = PlacedFile(path, len(header) + sum(tensor.nbytes for tensor in tensors))
+        self._file = PreallocatedFile(path, len(header) + sum(tensor.nbytes for tensor in tensors))
         try:
             self._file.put(memoryview(header), 0)
         except OSError:

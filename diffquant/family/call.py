@@ -26,7 +26,7 @@ class Meter(Protocol):
     calls: int
     p_calls: int
 
-    def count(self, entries: int | Tensor, clipped: int | Tensor) -> None: ...
+    def add_counts(self, entries: int | Tensor, clipped: int | Tensor) -> None: ...
 
     def record_scales(self, scales: Tensor, largest: Tensor) -> None: ...
 
@@ -82,11 +82,11 @@ class AttentionCall:
                 raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one per head of each map")
 
     @property
-    def rounds_maps(self) -> bool:
+    def has_quantized_maps(self) -> bool:
         """Whether logits, softmax weights, queries or keys are quantized during this call."""
         return self.logits.quantizes or self.p.quantizes or self.qk.quantizes
 
-    def count(self) -> None:
+    def record_in_meter(self) -> None:
         """Count this call in its meter, if any, as one with quantized logits, quantized softmax weights, or both."""
         if self.meter is not None:
             self.meter.calls += int(self.logits.quantizes)
@@ -118,12 +118,12 @@ class AttentionCall:
         return replace(self, q=(self.q[0], repeat_noise_heads(self.q[1], self.pairs)), ranges=ranges)
 
     @property
-    def length(self) -> int:
+    def query_count(self) -> int:
         """Number of queries T."""
         return self.q[0].shape[2]
 
     @property
-    def keys(self) -> int:
+    def key_count(self) -> int:
         """Number of keys S."""
         return self.v.shape[2]
 

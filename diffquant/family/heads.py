@@ -55,26 +55,26 @@ class HeadLayout:
     channel_order: ChannelOrder = "half"
 
     @property
-    def noises(self) -> int:
+    def noise_heads(self) -> int:
         """n, number of noise query heads; 0 with one map."""
         return self.pairs // self.signals_per_noise if self.maps == 2 else 0
 
     @property
     def query_heads(self) -> int:
         """Number of query heads of all maps."""
-        return self.pairs + self.noises
+        return self.pairs + self.noise_heads
 
     @property
     def key_heads(self) -> int:
         """Number of key heads of all maps; keys that both maps share count once."""
         return self.kv_pairs if self.shares_keys else self.maps * self.kv_pairs
 
-    def height(self, projection: Projection) -> int:
+    def row_count(self, projection: Projection) -> int:
         """Return the number of rows of a projection's weight."""
         heads = {"q_proj": self.query_heads, "k_proj": self.key_heads, "v_proj": self.kv_pairs}[projection]
         return heads * (self.value_dim if projection == "v_proj" else self.head_dim)
 
-    def queries(self, projected: Tensor) -> Tensor:
+    def view_queries(self, projected: Tensor) -> Tensor:
         """View the Q projection's output as heads.
 
         Args:
@@ -83,9 +83,9 @@ class HeadLayout:
         Returns:
             [..., query_heads, T, d] in canonical order, channels unchanged.
         """
-        return self._heads(projected, self.pairs, self.noises)
+        return self._heads(projected, self.pairs, self.noise_heads)
 
-    def keys(self, projected: Tensor) -> Tensor:
+    def view_keys(self, projected: Tensor) -> Tensor:
         """View the K projection's output as heads.
 
         Args:
@@ -96,7 +96,7 @@ class HeadLayout:
         """
         return self._heads(projected, self.kv_pairs, self.key_heads - self.kv_pairs)
 
-    def values(self, projected: Tensor) -> Tensor:
+    def view_values(self, projected: Tensor) -> Tensor:
         """View the V projection's output as heads.
 
         Args:
@@ -111,24 +111,24 @@ class HeadLayout:
         values: Tensor = projected.unflatten(-1, (self.kv_pairs, self.value_dim))
         return values.transpose(-2, -3)
 
-    def query_maps(self, q: Tensor) -> tuple[Tensor, ...]:
+    def split_query_maps(self, q: Tensor) -> tuple[Tensor, ...]:
         """Split queries in canonical order into maps: [B, h, T, d] and, with two maps, [B, n, T, d]."""
-        return q.split([self.pairs, self.noises], 1) if self.maps == 2 else (q,)
+        return q.split([self.pairs, self.noise_heads], 1) if self.maps == 2 else (q,)
 
-    def key_maps(self, k: Tensor) -> tuple[Tensor, ...]:
+    def split_key_maps(self, k: Tensor) -> tuple[Tensor, ...]:
         """Split keys in canonical order into one [B, h_kv, S, d] per map; shared keys are returned twice."""
         return (k,) * self.maps if self.shares_keys else k.chunk(self.maps, 1)
 
-    def rows(self, projection: Projection) -> Tensor:
+    def channel_rows(self, projection: Projection) -> Tensor:
         """Return the row index of each channel of each head in a projection's weight.
 
         Returns:
             int64 [query_heads or key_heads, d], or [h_kv, dv]: heads in canonical order, channels in "half" order.
         """
-        numbers = torch.arange(self.height(projection))[None]
+        numbers = torch.arange(self.row_count(projection))[None]
         if projection == "v_proj":
-            return self.values(numbers).squeeze(-2)
-        heads = (self.queries(numbers) if projection == "q_proj" else self.keys(numbers)).squeeze(-2)
+            return self.view_values(numbers).squeeze(-2)
+        heads = (self.view_queries(numbers) if projection == "q_proj" else self.view_keys(numbers)).squeeze(-2)
         if self.channel_order == "interleaved":
             return torch.cat([heads[:, 0::2], heads[:, 1::2]], 1)
         return heads
@@ -146,13 +146,13 @@ class HeadLayout:
             ValueError: the layouts have different heads, or more pairs share a noise head in the target.
         """
         self._check_same_heads(target)
-        rows = self.rows(projection)
-        if projection == "q_proj" and self.noises:
-            repeats = target.noises // self.noises
+        rows = self.channel_rows(projection)
+        if projection == "q_proj" and self.noise_heads:
+            repeats = target.noise_heads // self.noise_heads
             rows = torch.cat([rows[: self.pairs], rows[self.pairs :].repeat_interleave(repeats, 0)])
-        order = torch.empty(target.height(projection), dtype=torch.int64)
-        order[target.rows(projection).flatten()] = rows.flatten()
-        return None if torch.equal(order, torch.arange(self.height(projection))) else order
+        order = torch.empty(target.row_count(projection), dtype=torch.int64)
+        order[target.channel_rows(projection).flatten()] = rows.flatten()
+        return None if torch.equal(order, torch.arange(self.row_count(projection))) else order
 
     def _heads(self, projected: Tensor, signals: int, noises: int) -> Tensor:
         """View projected [..., T, (signals + noises)·d] as heads [..., signals + noises, T, d] in canonical order."""

@@ -29,7 +29,7 @@ class Mask:
     explicit: Tensor | None = None
 
     @property
-    def ranges(self) -> tuple[Tensor, Tensor] | None:
+    def valid_ranges(self) -> tuple[Tensor, Tensor] | None:
         """First valid position of each sequence and one past its last, int32 [B] each, or None.
 
         None means that there is no padding, or that some sequence's valid positions are not contiguous. The result is
@@ -48,11 +48,11 @@ class Mask:
         return (starts.int(), ends.int()) if torch.equal(unbroken, keys) else None
 
     @property
-    def is_plain(self) -> bool:
+    def is_unpadded(self) -> bool:
         """Whether there is no padding and no mask per query; causal order and a window may still apply."""
         return self.keys is None and self.explicit is None
 
-    def hides_by_window(self, keys: int) -> bool:
+    def is_window_effective(self, keys: int) -> bool:
         """Return whether the window is shorter than S = `keys`, so that some queries may not see all earlier keys."""
         return self.window is not None and self.window < keys
 
@@ -60,7 +60,7 @@ class Mask:
         """Return how many leading keys, of S = `keys`, a range of T = `length` queries may see; at least 1."""
         return keys if self.explicit is not None else max(queries.stop + keys - length, 1)
 
-    def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
+    def dense_rows(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
         """Return the dense mask of a range of queries.
 
         Args:
@@ -82,7 +82,7 @@ class Mask:
             valid = self.keys[:, None, None, :]
             seen = valid.expand(-1, 1, queries.stop - queries.start, -1) if seen is None else seen & valid
             seen = seen & cast(Tensor, self.valid_queries(length))[:, None, queries, None]
-        if self.hides_by_window(keys):
+        if self.is_window_effective(keys):
             near = self._within_window(queries, length, keys, device)
             seen = near if seen is None else seen & near
         return seen
@@ -93,7 +93,7 @@ class Mask:
         Returns:
             bool [B or 1, 1, T, S], True where a query sees a key, or None if all is visible.
         """
-        return self.visible(slice(0, length), length, keys, device)
+        return self.dense_rows(slice(0, length), length, keys, device)
 
     def valid_queries(self, length: int) -> Tensor | None:
         """Return which of the last `length` positions are not padding, bool [B or 1, length], or None if all are."""
@@ -109,7 +109,7 @@ class Mask:
         """Valid keys, bool [B or 1, S], or None if all are; with `explicit`, the keys that some query sees."""
         return self.keys if self.explicit is None else self.explicit.any(-2)[:, 0]
 
-    def needed_keys(self, keys: int) -> int:
+    def count_needed_keys(self, keys: int) -> int:
         """Return how many of the newest S = `keys` positions later queries may see: without a window, all of them."""
         if self.window is None:
             return keys

@@ -107,7 +107,7 @@ class DiffSpec:
         return math.pow(self.head_dim, -0.5)
 
     @property
-    def generation(self) -> str:
+    def attention_name(self) -> str:
         """Public name of this kind of attention, such as "DIFF V1"."""
         if self.maps == 1:
             return "Transformer"
@@ -116,7 +116,7 @@ class DiffSpec:
         return grouped + generation
 
     @property
-    def gates(self) -> int:
+    def gate_count(self) -> int:
         """Number of sigmoid gates per token, the rows of `lambda_proj`. In V3 a pair's signal gate precedes its λ."""
         return self.pairs * {"sigmoid": 1, "two-gates": 2}.get(self.lam, 0)
 
@@ -127,7 +127,7 @@ class DiffSpec:
         """
         return 0.8 - 0.6 * math.exp(-0.3 * (layer + self.lam_init_offset))
 
-    def post_factor(self, layer: int) -> float:
+    def norm_factor(self, layer: int) -> float:
         """Return the factor after the pair norm of a 0-based layer: 1 - λ_init, or 1 without `scale_by_init`."""
         return 1 - self.lam_init(layer) if self.scale_by_init else 1.0
 

@@ -14,7 +14,7 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 
 
-def same_strides(*maps: Tensor) -> list[Tensor]:
+def match_strides(*maps: Tensor) -> list[Tensor]:
     """Return the tensors with contiguous last axes and equal strides, copying only those that need it."""
     first = maps[0].stride()
     if first[-1] == 1 and all(x.stride() == first for x in maps):
@@ -35,9 +35,10 @@ def call_refusal(call: AttentionCall) -> str | None:
         return f"{call.signals_per_noise} pairs share a noise head; give each pair its own: call expand_noise() first"
     if call.mask.explicit is not None:
         return "the kernel supports only causal masks, but the call has a mask per query"
-    if call.mask.hides_by_window(call.keys):
-        return f"the kernel supports no window, but queries see only the newest {call.mask.window} of {call.keys} keys"
-    if call.mask.keys is not None and call.mask.ranges is None:
+    if call.mask.is_window_effective(call.key_count):
+        seen = f"the newest {call.mask.window} of {call.key_count} keys"
+        return f"the kernel supports no window, but queries see only {seen}"
+    if call.mask.keys is not None and call.mask.valid_ranges is None:
         return "the padding mask has holes; the kernels support one range of keys per sequence"
     return None
 
@@ -61,7 +62,7 @@ def widths_refusal(q: Tensor, v: Tensor) -> str | None:
 MAX_QUERIES = 16
 
 
-def decode_problems(q: Sequence[Tensor], value_heads: int, mask: Mask) -> list[str]:
+def list_decode_refusals(q: Sequence[Tensor], value_heads: int, mask: Mask) -> list[str]:
     """List the reasons why decode kernels do not support some queries and their mask.
 
     Args:
@@ -76,7 +77,7 @@ def decode_problems(q: Sequence[Tensor], value_heads: int, mask: Mask) -> list[s
         wrong.append(f"{q[1].shape[1]} noise heads are not a multiple of {value_heads} value heads; repeat noise heads")
     if mask.explicit is not None:
         wrong.append("the kernels support only causal masks, but the call has a mask per query")
-    if mask.keys is not None and mask.ranges is None:
+    if mask.keys is not None and mask.valid_ranges is None:
         wrong.append("the padding mask has holes; the kernels support one range of keys per sequence")
     if not 0 < q[0].shape[2] <= MAX_QUERIES:
         wrong.append(f"the kernels take 1 to {MAX_QUERIES} new tokens, not {q[0].shape[2]}; use prefill for more")
@@ -155,15 +156,15 @@ def register_operator(
     def run(q: list[Tensor], k: list[Tensor], v: Tensor, lam: Tensor | None, *rest: Any) -> Any:
         out = empty_output(q[0], v.shape[-1])
         lam = None if lam is None else lam.float().expand(*q[0].shape[:3], 1)
-        (v,) = same_strides(v)
-        return launch(Operands(out, same_strides(*q), same_strides(*k), v, lam, *rest[:7]), *rest[7:])
+        (v,) = match_strides(v)
+        return launch(Operands(out, match_strides(*q), match_strides(*k), v, lam, *rest[:7]), *rest[7:])
 
     op = torch.library.custom_op(f"diffquant::{name}", run, mutates_args=(), schema=f"({_PARTS}{options}) -> {returns}")
     op.register_fake(lambda q, _k, v, *rest: fake(empty_output(q[0], v.shape[-1]), q, *rest[8:]))
 
     def operator(call: AttentionCall, *given: Any) -> Any:
         norm = call.post or PairNorm(0.0)
-        starts, ends = call.mask.ranges or (None, None)
+        starts, ends = call.mask.valid_ranges or (None, None)
         k = list(call.k[:1] if call.shares_keys else call.k)
         numbers = (norm.weight, call.scale, call.post is not None, norm.eps, norm.factor)
         return op(list(call.q), k, call.v, call.lam, starts, ends, *numbers, *given)

@@ -19,7 +19,7 @@ VARIABLE = "DIFFQUANT_KERNEL_CONFIGS"
 Config = dict[str, int]
 
 
-def attention_tile(queries: int, keys: int, warps: int, stages: int) -> Config:
+def make_attention_config(queries: int, keys: int, warps: int, stages: int) -> Config:
     """Return an attention kernel's configuration: rows of a tile, keys per step, warps, and steps loaded ahead."""
     return {"queries": queries, "keys": keys, "warps": warps, "stages": stages}
 
@@ -27,14 +27,14 @@ def attention_tile(queries: int, keys: int, warps: int, stages: int) -> Config:
 # Steps are as long as possible, since each step rescales the accumulator: longer ones, in machine code, spill registers
 # or wait for single products. Those of sm_80 fit in the 99 KiB of shared memory of Ampere's and Ada's smaller devices.
 PREFILL = {
-    "prefill_v1/sm_90/64": attention_tile(128, 128, 8, 3),
-    "prefill_v1/sm_90/128": attention_tile(128, 128, 8, 2),
-    "prefill_v1/sm_80/64": attention_tile(128, 64, 8, 3),
-    "prefill_v1/sm_80/128": attention_tile(128, 64, 8, 2),
-    "prefill_v2/sm_90/64": attention_tile(128, 128, 8, 3),
-    "prefill_v2/sm_90/128": attention_tile(128, 128, 8, 2),
-    "prefill_v2/sm_80/64": attention_tile(128, 64, 4, 3),
-    "prefill_v2/sm_80/128": attention_tile(128, 64, 8, 3),
+    "prefill_v1/sm_90/64": make_attention_config(128, 128, 8, 3),
+    "prefill_v1/sm_90/128": make_attention_config(128, 128, 8, 2),
+    "prefill_v1/sm_80/64": make_attention_config(128, 64, 8, 3),
+    "prefill_v1/sm_80/128": make_attention_config(128, 64, 8, 2),
+    "prefill_v2/sm_90/64": make_attention_config(128, 128, 8, 3),
+    "prefill_v2/sm_90/128": make_attention_config(128, 128, 8, 2),
+    "prefill_v2/sm_80/64": make_attention_config(128, 64, 4, 3),
+    "prefill_v2/sm_80/128": make_attention_config(128, 64, 8, 3),
 }
 
 

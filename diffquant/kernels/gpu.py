@@ -77,7 +77,7 @@ def warpgroup_refusal(device: torch.device) -> str | None:
 
 def fp8_refusal(device: torch.device) -> str | None:
     """Return why a device does not support fp8 products, or None if it does."""
-    if capability(device) < (8, 9):
+    if compute_capability(device) < (8, 9):
         return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
     return None
 
@@ -99,7 +99,7 @@ def gpu_of(device: torch.device) -> Gpu:
     )
 
 
-def capability(device: torch.device) -> tuple[int, int]:
+def compute_capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a device, or (8, 0) for Triton's interpreter.
 
     Raises:
@@ -113,7 +113,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def device_class(device: torch.device) -> str:
     """Return the class of a device: "sm_90" for Hopper, "sm_80" for all others since Ampere."""
-    return "sm_90" if capability(device)[0] == 9 else "sm_80"
+    return "sm_90" if compute_capability(device)[0] == 9 else "sm_80"
 
 
 def shared_memory(device: torch.device) -> int:
@@ -189,7 +189,7 @@ class KernelSurvey:
         return "\n".join([*lines, *(f"  not {kernel}: {reason}" for kernel, reason in self.refused.items())])
 
 
-def survey(device: torch.device) -> KernelSurvey:
+def survey_kernels(device: torch.device) -> KernelSurvey:
     """Find out which kernels a CUDA device can run, and why others cannot."""
     version = triton_version()
     everything = device_refusal(device)
@@ -200,7 +200,7 @@ def survey(device: torch.device) -> KernelSurvey:
     if everything is not None:
         refusals = {"any of them": everything}
     return KernelSurvey(
-        capability=".".join(map(str, capability(device))),
+        capability=".".join(map(str, compute_capability(device))),
         shared_memory=shared_memory(device),
         triton=None if version is None else ".".join(map(str, version)),
         table=device_class(device),

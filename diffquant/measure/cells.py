@@ -10,7 +10,7 @@ from pathlib import Path
 from diffquant.measure.results import TaskResult
 from diffquant.recipe import Recipe
 from diffquant.support.files import read_bytes, set_folder_aside, write_atomically
-from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
+from diffquant.support.plain_data import JsonObject, parse_json, plain_data_digest
 
 # Names used as a target: for an exported folder, which is measured in its own precision, and for a recipe from a file.
 EXPORTED, RECIPE = "onnx", "recipe"
@@ -27,7 +27,7 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """A configuration of a model: what is quantized, and how.
 
     Attributes:
@@ -52,7 +52,7 @@ class Point:
         return not self.target
 
     @property
-    def scheme(self) -> str:
+    def scheme_text(self) -> str:
         """The scheme as text, such as "4:row", "16", or a recipe's name."""
         if self.target in (EXPORTED, RECIPE):
             return self.granularity
@@ -64,7 +64,7 @@ class Point:
         return TITLES.get(self.target, self.target)
 
     @property
-    def sharing(self) -> str:
+    def granularity_words(self) -> str:
         """The granularity in words, such as "per row with shift" or "per group of 32"; "" without a granularity."""
         if self.target in (EXPORTED, RECIPE):
             return ""
@@ -77,12 +77,12 @@ class Point:
     @property
     def panel(self) -> str:
         """Title of the plot panel that shows it, such as "attention logits, per row with shift"."""
-        return ", ".join(filter(None, (self.title, self.sharing)))
+        return ", ".join(filter(None, (self.title, self.granularity_words)))
 
     @property
     def label(self) -> str:
         """Target and scheme, such as "logits 4:row", or "16 bits"."""
-        return f"{self.target} {self.scheme}" if self.target else "16 bits"
+        return f"{self.target} {self.scheme_text}" if self.target else "16 bits"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Cell:
         folder: folder that holds the files of all cells.
     """
 
-    point: Point
+    point: SweepPoint
     task: str
     result: TaskResult | None = None
     error: str | None = None
@@ -110,7 +110,7 @@ class Cell:
         return f"{self.point.model.name}, {self.point.label}, {self.task}"
 
     @property
-    def weights(self) -> tuple[Path, str]:
+    def weights_key(self) -> tuple[Path, str]:
         """The model's path and the recipe's weight schemes as text, which determine the weights to load."""
         return self.point.model, Recipe().with_weights_of(self.point.recipe).to_yaml()
 
@@ -135,7 +135,7 @@ class Cell:
         """Return the stored result, or None if its file is missing, damaged or of another cell."""
         try:
             entry = parse_json(read_bytes(self.path))
-            if entry["key"] != self.key or entry["sha256"] != plain_digest(entry["result"]):
+            if entry["key"] != self.key or entry["sha256"] != plain_data_digest(entry["result"]):
                 return None
             return TaskResult.from_dict(entry["result"])
         except (OSError, ValueError, LookupError, TypeError):
@@ -144,7 +144,7 @@ class Cell:
     def write(self, result: TaskResult) -> None:
         """Store a result, and remove the record of an earlier failure."""
         content = result.to_cell()
-        entry = {"key": self.key, "result": content, "sha256": plain_digest(content)}
+        entry = {"key": self.key, "result": content, "sha256": plain_data_digest(content)}
         _put(self.path, entry)
         set_folder_aside(self.failure_path)
         self.failure_path.unlink(missing_ok=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from diffquant.errors import UsageError
 from diffquant.measure.results import TaskResult
-from diffquant.measure.stats import Difference, mcnemar, mean_interval, paired_difference
+from diffquant.measure.stats import Difference, mcnemar_p_value, mean_interval, paired_difference
 from diffquant.support.files import read_text
 from diffquant.support.names import first_few
-from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
+from diffquant.support.plain_data import JsonObject, parse_json, plain_data_digest
 
 # Fields of a task's identity that do not determine its items.
 _NOT_ASKED = ("name", "batch_tokens")
@@ -40,7 +40,7 @@ class Scores:
         return cls(values, PERCENT if all(0 <= value <= 1 for value in values) else _PLAIN)
 
     @property
-    def are_right_or_wrong(self) -> bool:
+    def is_binary(self) -> bool:
         return set(self.values) <= {0, 1}
 
     @property
@@ -94,9 +94,9 @@ class Comparison:
     lost: list[int | str] | None
 
     @property
-    def p(self) -> float | None:
+    def p_value(self) -> float | None:
         """P-value of McNemar's exact test of the hypothesis that gains and losses are equally likely."""
-        return None if self.gained is None or self.lost is None else mcnemar(len(self.gained), len(self.lost))
+        return None if self.gained is None or self.lost is None else mcnemar_p_value(len(self.gained), len(self.lost))
 
     @property
     def name(self) -> str:
@@ -162,11 +162,11 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
         found = "; ".join(", ".join(outcome.scores) or "none" for outcome in (before, after))
         raise UsageError(f"{before.task}: A and B have no measure in common ({found}); measure both again")
     if not sound:
-        raise UsageError(f"nothing to compare: {first_few(left_out(before, after))}")
+        raise UsageError(f"nothing to compare: {first_few(list_left_out_measures(before, after))}")
     return [_compare_measure(name, before, after) for name in sound]
 
 
-def left_out(before: Outcome, after: Outcome) -> list[str]:
+def list_left_out_measures(before: Outcome, after: Outcome) -> list[str]:
     """List the measures that `compare_outcomes` leaves out, and why: an outcome lacks it, or has a non-finite value."""
     reasons = []
     for name in dict.fromkeys([*before.scores, *after.scores]):
@@ -187,7 +187,7 @@ def _compare_measure(measure: str, before: Outcome, after: Outcome) -> Compariso
         difference = mean_interval([b - a for a, b in zip(old.values, new.values, strict=True)], old.weights)
     else:
         difference = paired_difference(new.values, old.values)
-        if old.are_right_or_wrong and new.are_right_or_wrong:
+        if old.is_binary and new.is_binary:
             changed = [(i, b > a) for i, a, b in zip(before.ids, old.values, new.values, strict=True) if a != b]
             gained, lost = [i for i, is_gain in changed if is_gain], [i for i, is_gain in changed if not is_gain]
     means = [mean_interval(scores.values, scores.weights).mean for scores in (old, new)]
@@ -240,7 +240,7 @@ def read_samples(path: Path) -> Outcome:
         {f"document {each}": sample["doc_hash"] + sample["target_hash"] for each, sample in first.items()},
         list(first),
         scores,
-        plain_digest([sample["prompt_hash"] for sample in first.values()]),
+        plain_data_digest([sample["prompt_hash"] for sample in first.values()]),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from diffquant.checkpoints.texts import check_tokens
 from diffquant.checkpoints.tokens import prefix_token
 from diffquant.errors import DiffQuantError, NonFiniteError
-from diffquant.measure import shares_prefixes, takes_padding
+from diffquant.measure import can_pad_left, can_share_prefixes
 from diffquant.recipe import Recipe
 from diffquant.support.names import option_name
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class States:
+class ModelOutputs:
     """A model's outputs at some positions: logits, or hidden states from which a subclass computes logits.
 
     Logits are many times larger than hidden states, so a task first selects the positions that it scores, and then
@@ -39,12 +39,12 @@ class States:
         """Return the states at some positions, indexed as `values` would be."""
         return replace(self, values=self.values[positions])
 
-    def split(self, count: int) -> list[Self]:
-        """Split into consecutive parts of at most `count` positions."""
-        return [replace(self, values=part) for part in self.values.split(count)]
+    def split(self, split_size: int) -> list[Self]:
+        """Split into consecutive parts of at most `split_size` positions."""
+        return [replace(self, values=part) for part in self.values.split(split_size)]
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         """Number of logits at a position."""
         return int(self.values.shape[-1])
 
@@ -64,7 +64,7 @@ class States:
         return self.values.float()
 
 
-def join_states(parts: Sequence[States]) -> States:
+def join_states(parts: Sequence[ModelOutputs]) -> ModelOutputs:
     """Concatenate states of one model along the first axis."""
     return replace(parts[0], values=torch.cat([part.values for part in parts]))
 
@@ -84,7 +84,7 @@ def require_finite(computed: Tensor) -> None:
 class TokenCache(Protocol):
     """A model's KV cache for a batch of sequences."""
 
-    def select(self, rows: Tensor) -> None:
+    def select_sequences(self, indices: Tensor) -> None:
         """Keep the sequences with these indices, in this order; an index may occur several times."""
 
     def branch(self) -> Self:
@@ -116,14 +116,14 @@ class LanguageModel(ABC):
         return True
 
     @property
-    def shares_prefixes(self) -> bool:
+    def can_share_prefixes(self) -> bool:
         """Whether several continuations can reuse the cache of their common prefix."""
-        return self.has_cache and shares_prefixes(self.recipe)
+        return self.has_cache and can_share_prefixes(self.recipe)
 
     @property
-    def takes_padding(self) -> bool:
+    def can_take_padding(self) -> bool:
         """Whether left padding leaves a sequence's hidden states unchanged."""
-        return takes_padding(self.recipe)
+        return can_pad_left(self.recipe)
 
     @property
     @abstractmethod
@@ -132,7 +132,7 @@ class LanguageModel(ABC):
 
     @property
     @abstractmethod
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         """Size of the model's vocabulary in tokens."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class LanguageModel(ABC):
         """Return an empty cache."""
 
     @abstractmethod
-    def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> States:
+    def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> ModelOutputs:
         """Run the model on new tokens and return its states at each of them.
 
         Args:
@@ -200,7 +200,7 @@ class RequestEncoder:
         """
         return self._encode(text, not text.startswith(self._prefix_text))
 
-    def request(self, context: str, continuation: str) -> Request:
+    def encode_request(self, context: str, continuation: str) -> Request:
         """Encode a context and its continuation; spaces at the end of the context move to the continuation.
 
         Raises:
@@ -219,9 +219,9 @@ class RequestEncoder:
         seen = (before + after)[-(self.max_length + 1) :]
         return Request(tuple(seen[: -len(after)]), tuple(after))
 
-    def requests(self, texts: Iterable[tuple[str, str]]) -> list[Request]:
+    def encode_requests(self, texts: Iterable[tuple[str, str]]) -> list[Request]:
         """Encode several (context, continuation) pairs."""
-        return [self.request(context, continuation) for context, continuation in texts]
+        return [self.encode_request(context, continuation) for context, continuation in texts]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

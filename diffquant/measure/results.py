@@ -6,7 +6,7 @@ from typing import Self
 
 from diffquant.measure.stats import (
     Difference,
-    flips,
+    count_flips,
     mean_interval,
     paired_difference,
     recovery,
@@ -144,21 +144,21 @@ class Columns:
     has_own_names: bool = True
 
     @property
-    def changes(self) -> list[Metric]:
+    def change_metrics(self) -> list[Metric]:
         """Measures of the change from 16 bits, the most sensitive first."""
         return [metric for metric in self.metrics if metric.words]
 
     @property
-    def drawn(self) -> list[Metric]:
+    def plotted_metrics(self) -> list[Metric]:
         """Metrics that plots show: changes from 16 bits, then the score."""
-        return [*self.changes, *(metric for metric in self.metrics if metric.label and not metric.words)]
+        return [*self.change_metrics, *(metric for metric in self.metrics if metric.label and not metric.words)]
 
     def table_metrics(self, results: Sequence[TaskResult]) -> list[Metric]:
         """Return the metrics that are columns of the text table, without those that no result has."""
         shown = [metric for metric in self.metrics if metric.head]
         return [each for each in shown if not each.needs or any(each.needs in r.details for r in results)]
 
-    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
+    def headings(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
         """Return headings of the text table's columns.
 
         Args:
@@ -216,7 +216,7 @@ def _flips(result: TaskResult | None, baseline: TaskResult | None) -> JsonObject
     # An item may be right or wrong without a choice among answers: a needle is retrieved or not.
     has_choices = result.choices is not None and baseline.choices is not None
     chosen, chosen_before = (result.choices, baseline.choices) if has_choices else (right, right_before)
-    gained, lost, changed = flips(right, right_before, chosen or (), chosen_before or ())
+    gained, lost, changed = count_flips(right, right_before, chosen or (), chosen_before or ())
     return dict(zip(names, (gained, lost, changed if has_choices else None), strict=True))
 
 
@@ -230,9 +230,9 @@ def _item_record(result: TaskResult | None, baseline: TaskResult | None) -> Json
         "low": bounds.low if bounds else None,
         "high": bounds.high if bounds else None,
         "n": _count(result) if result else None,
-        **fields("difference", change),
+        **interval_fields("difference", change),
         **_flips(result, baseline),
-        **fields("recovery", recovery(change, _mean(baseline)) if change and baseline else None),
+        **interval_fields("recovery", recovery(change, _mean(baseline)) if change and baseline else None),
     }
 
 
@@ -292,7 +292,7 @@ def _percent(share: Difference | None) -> Difference | None:
     return Difference(100 * share.mean, 100 * share.low, 100 * share.high) if share else None
 
 
-def fields(name: str, number: Difference | None, per: float = 1) -> JsonObject:
+def interval_fields(name: str, number: Difference | None, per: float = 1) -> JsonObject:
     """Return a number and the ends of its interval under three names, such as kl, kl_low and kl_high for "kl".
 
     Args:

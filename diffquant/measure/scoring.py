@@ -14,9 +14,9 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from diffquant.measure.language_model import LanguageModel, Request, States, require_finite
+from diffquant.measure.language_model import LanguageModel, ModelOutputs, Request, require_finite
 from diffquant.measure.task import BATCH_TOKENS
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # Vocabulary logits to hold at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over
 # them ran much faster than on 64 MiB.
@@ -28,12 +28,12 @@ _CUDA_SHARE = 32
 
 # A callback that receives the states that predict continuations, each with the index of its request. A request's
 # states arrive in the order of its tokens, in one call or several.
-Watch = Callable[[Sequence[int], States], None]
+Watch = Callable[[Sequence[int], ModelOutputs], None]
 
 
 # Tokens to score, and what predicts them: states at N positions; targets [N, M], whose rows may be padded; for each row
 # the indices of the requests whose tokens are in its first columns; and the number of requests that end.
-_Predictions = tuple[States, Tensor, list[list[int]], int]
+_Predictions = tuple[ModelOutputs, Tensor, list[list[int]], int]
 
 
 @torch.inference_mode()
@@ -41,7 +41,7 @@ def score(
     model: LanguageModel,
     requests: Sequence[Request],
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
     watch: Watch | None = None,
 ) -> list[tuple[float, bool]]:
     """Score every request, in the order given.
@@ -60,7 +60,7 @@ def score(
     """
     totals, is_greedy = torch.zeros(len(requests), dtype=torch.float64), torch.ones(len(requests), dtype=torch.bool)
     done = 0
-    passes = _read_after_contexts if model.shares_prefixes else _read_whole
+    passes = _read_after_contexts if model.can_share_prefixes else _read_whole
     for states, targets, owners, finished in passes(model, requests, batch_tokens):
         logprobs, greedy = token_scores(states, targets)
         real = torch.arange(targets.shape[1]) < torch.tensor([[len(row)] for row in owners])
@@ -78,7 +78,7 @@ def score(
     return list(zip(totals.tolist(), is_greedy.tolist(), strict=True))
 
 
-def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
+def token_scores(states: ModelOutputs, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of targets under the next-token distribution at each position.
 
     Args:
@@ -89,7 +89,7 @@ def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
         float32 [N, M] natural log-probabilities, and bool [N, M]: whether the target is the top-1 token.
     """
     logprobs, greedy = [], []
-    rows = max(1, _logits_entries(states.values.device) // states.vocabulary)
+    rows = max(1, _logits_entries(states.values.device) // states.vocabulary_size)
     for part, wanted in zip(states.split(rows), targets.split(rows), strict=True):
         logits = part.logits()
         largest, likeliest = logits.max(1, keepdim=True)
@@ -123,21 +123,21 @@ def _read_after_contexts(
         # Contexts [B, S], left-padded: the state after the last token predicts each continuation's first.
         ids, mask = (padded.to(model.device) for padded in _pad(batch, is_left=True))
         cache = model.new_cache()
-        states = model.read(ids, mask, cache)[:, -1]
+        states = model.compute_outputs(ids, mask, cache)[:, -1]
         first, _ = _pad([[requests[i].continuation[0] for i in group] for group in owners])
         rows = [(row, i) for row, group in enumerate(owners) for i in group if len(requests[i].continuation) > 1]
         yield states, first.to(model.device), owners, sum(map(len, owners)) - len(rows)
         rows.sort(key=lambda row: len(requests[row[1]].continuation), reverse=True)
         lengths = [len(requests[i].continuation) - 1 for _, i in rows]
-        for part in split_into_runs(lengths, batch_tokens, mask.shape[1], pass_cost):
+        for part in split_into_passes(lengths, batch_tokens, mask.shape[1], pass_cost):
             # Continuations [R, T], right-padded, each after the cached context of its row.
             picked = [i for _, i in rows[part.start : part.stop]]
             branch = cache if part.stop == len(rows) else cache.branch()
             chosen = torch.tensor([row for row, _ in rows[part.start : part.stop]], device=model.device)
-            branch.select(chosen)
+            branch.select_sequences(chosen)
             tokens, real = (padded.to(model.device) for padded in _pad([requests[i].continuation for i in picked]))
             scored = real[:, 1:].bool()
-            states = model.read(tokens[:, :-1], torch.cat([mask[chosen], real[:, 1:]], 1), branch)[scored]
+            states = model.compute_outputs(tokens[:, :-1], torch.cat([mask[chosen], real[:, 1:]], 1), branch)[scored]
             owner_of = [[i] for i in picked for _ in requests[i].continuation[1:]]
             yield states, tokens[:, 1:][scored].unsqueeze(1), owner_of, len(picked)
 
@@ -151,7 +151,7 @@ def _read_whole(model: LanguageModel, requests: Sequence[Request], batch_tokens:
         new = torch.tensor([[len(requests[i].continuation)] for i in owners], device=model.device)
         # Score only the continuations' tokens.
         scored = torch.arange(1, tokens.shape[1], device=model.device) >= tokens.shape[1] - new
-        states = model.read(tokens[:, :-1], None if real.all() else real[:, :-1])[scored]
+        states = model.compute_outputs(tokens[:, :-1], None if real.all() else real[:, :-1])[scored]
         owner_of = [[i] for i in owners for _ in requests[i].continuation]
         yield states, tokens[:, 1:][scored].unsqueeze(1), owner_of, len(owners)
 
@@ -162,9 +162,9 @@ def _batches(model: LanguageModel, lengths: Sequence[int], batch_tokens: int, pa
     They have one length if the model cannot take padding, which would shift the groups of tokens that share a scale.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    groups = [order] if model.takes_padding else [list(alike) for _, alike in groupby(order, lengths.__getitem__)]
+    groups = [order] if model.can_take_padding else [list(alike) for _, alike in groupby(order, lengths.__getitem__)]
     for group in groups:
-        for run in split_into_runs([lengths[index] for index in group], batch_tokens, pass_cost=pass_cost):
+        for run in split_into_passes([lengths[index] for index in group], batch_tokens, pass_cost=pass_cost):
             yield [group[place] for place in run]
 
 
@@ -191,7 +191,7 @@ def pass_cost_on(device_type: str) -> int:
     return _CUDA_PASS_COST if device_type == "cuda" else PASS_COST
 
 
-def split_into_runs(lengths: Sequence[int], budget: int, cached: int = 0, pass_cost: int = PASS_COST) -> list[range]:
+def split_into_passes(lengths: Sequence[int], budget: int, cached: int = 0, pass_cost: int = PASS_COST) -> list[range]:
     """Split sequences into consecutive runs, one per forward pass, that minimize the cost of all passes.
 
     A run costs its number of tokens, padding included, plus `pass_cost`.
@@ -244,14 +244,14 @@ def next_token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def kl_by_position(p: States, q: States) -> Tensor:
+def kl_by_position(p: ModelOutputs, q: ModelOutputs) -> Tensor:
     """Compute KL(P ‖ Q) in nats at each of N positions, float64 [N], from logits in float32."""
-    rows = max(1, _KL_ENTRIES // p.vocabulary)
+    rows = max(1, _KL_ENTRIES // p.vocabulary_size)
     parts = zip(p.split(rows), q.split(rows), strict=True)
     return torch.cat([next_token_kl(a.float32_logits(), b.float32_logits()).double() for a, b in parts])
 
 
-def make_kl_meter(reference: States, lengths: Mapping[int, int]) -> tuple[Watch, Callable[[], list[float]]]:
+def make_kl_meter(reference: ModelOutputs, lengths: Mapping[int, int]) -> tuple[Watch, Callable[[], list[float]]]:
     """Make a callback that measures KL(reference ‖ model) of next-token distributions while `score` runs.
 
     Args:
@@ -267,7 +267,7 @@ def make_kl_meter(reference: States, lengths: Mapping[int, int]) -> tuple[Watch,
     seen: Counter[int] = Counter()
     sums = dict.fromkeys(lengths, 0.0)
 
-    def watch(owners: Sequence[int], states: States) -> None:
+    def watch(owners: Sequence[int], states: ModelOutputs) -> None:
         measured = [(row, owner) for row, owner in enumerate(owners) if owner in starts]
         if not measured:
             return

@@ -18,7 +18,7 @@ class Difference:
     high: float
 
     @property
-    def drawn(self) -> "Difference":
+    def plottable(self) -> "Difference":
         """The same mean with an interval that a plot can draw: of width zero if infinite, as for a single value."""
         return self if math.isfinite(self.high - self.low) else Difference(self.mean, self.mean, self.mean)
 
@@ -77,7 +77,7 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def flips(
+def count_flips(
     correct: Sequence[bool], baseline: Sequence[bool], choices: Sequence[int], baseline_choices: Sequence[int]
 ) -> tuple[int, int, int]:
     """Count the items that became right, the items that became wrong, and the items whose choice changed."""
@@ -87,7 +87,7 @@ def flips(
     return gained, lost, sum(a != b for a, b in zip(choices, baseline_choices, strict=True))
 
 
-def mcnemar(gained: int, lost: int) -> float:
+def mcnemar_p_value(gained: int, lost: int) -> float:
     """Compute the two-sided p-value of McNemar's exact test that gains and losses are equally likely.
 
     Source: McNemar, "Note on the sampling error of the difference between correlated proportions or percentages",

@@ -13,7 +13,7 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.language_model import LanguageModel, ModelOutputs
 
 # Largest number of tokens per pass, cached context and padding included.
 BATCH_TOKENS = 4096
@@ -49,18 +49,18 @@ class TaskOption(Generic[T_co]):
     written: str | None = None
     read: Callable[[str], T_co] | Callable[[int], T_co] | None = None
 
-    def of(self, values: Mapping[str, object]) -> T_co:
+    def value_in(self, values: Mapping[str, object]) -> T_co:
         """Return this option's value in `values`, or its default."""
         return cast(T_co, values.get(self.name, self.default))
 
 
-def check_at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
+def read_positive_option(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
     """Return the value of an option that must be 1 or more.
 
     Raises:
         UsageError: it is below 1.
     """
-    count = option.of(values)
+    count = option.value_in(values)
     if count is not None and count < 1:
         raise UsageError(f"{option.name} must be 1 or more, got {count}")
     return count
@@ -102,7 +102,8 @@ class Task(ABC):
         options: options that `parse` reads.
         columns: columns with which tables show its results.
         plots: functions that draw files beside a sweep's table, by file name.
-        compares_with_16_bits: whether `run` takes a reference, which `reference` computes from the 16-bit model.
+        compares_with_16_bits: whether `run` takes a reference, which `compute_reference` computes from the 16-bit
+            model.
         batch_tokens: largest number of tokens per pass; bounds memory.
     """
 
@@ -121,7 +122,7 @@ class Task(ABC):
         """Make the task with this name, and read its items or text.
 
         Args:
-            values: values of options by name; `TaskOption.of` adds the defaults.
+            values: values of options by name; `TaskOption.value_in` adds the defaults.
 
         Raises:
             UsageError: the name, an option, or the data that they name cannot be read.
@@ -138,7 +139,7 @@ class Task(ABC):
         """Return everything that the result depends on, apart from model and recipe, as plain data."""
 
     @property
-    def tokens(self) -> int | None:
+    def token_count(self) -> int | None:
         """The approximate number of tokens that a model reads in a run, or None if unknown."""
         return None
 
@@ -150,14 +151,14 @@ class Task(ABC):
         return []
 
     @abstractmethod
-    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:
         """Measure a model.
 
         Args:
-            reference: result of `reference` for the 16-bit model, if there is one to compare with.
+            reference: result of `compute_reference` for the 16-bit model, if there is one to compare with.
         """
 
-    def reference(self, model: "LanguageModel", progress: Progress) -> "States | None":  # noqa: ARG002
+    def compute_reference(self, model: "LanguageModel", progress: Progress) -> "ModelOutputs | None":  # noqa: ARG002
         """Compute the 16-bit model's outputs, to compare other models with, or return None if `run` needs none."""
         return None
 

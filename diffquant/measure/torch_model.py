@@ -12,8 +12,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.tokens import end_token, max_length
-from diffquant.measure import has_key_groups
-from diffquant.measure.language_model import LanguageModel, States, TokenCache
+from diffquant.measure import has_scales_across_keys
+from diffquant.measure.language_model import LanguageModel, ModelOutputs, TokenCache
 from diffquant.model.causal import CausalModel
 from diffquant.recipe import Recipe
 
@@ -22,7 +22,7 @@ _WIDENED_ENTRIES = 1 << 23
 
 
 @dataclass(frozen=True)
-class HiddenStates(States):
+class HiddenStates(ModelOutputs):
     """The last hidden states at some positions, and the head that computes logits from them.
 
     Attributes:
@@ -32,7 +32,7 @@ class HiddenStates(States):
     head: nn.Linear
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         return self.head.out_features
 
     def logits(self) -> Tensor:
@@ -52,8 +52,8 @@ class TorchCache:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
 
-    def select(self, rows: Tensor) -> None:
-        self.cache.batch_select_indices(rows)
+    def select_sequences(self, indices: Tensor) -> None:
+        self.cache.batch_select_indices(indices)
 
     def branch(self) -> Self:
         return copy.deepcopy(self)
@@ -81,28 +81,28 @@ class TorchModel(LanguageModel):
         return getattr(self.model, "recipe", None) or Recipe()
 
     @property
-    def shares_prefixes(self) -> bool:
+    def can_share_prefixes(self) -> bool:
         # In a layer with a window, the first key of a call is not the sequence's first: groups of keys begin elsewhere.
-        return super().shares_prefixes and not (self._has_windows and has_key_groups(self.recipe))
+        return super().can_share_prefixes and not (self._has_windows and has_scales_across_keys(self.recipe))
 
     @property
     def _has_windows(self) -> bool:
         if not isinstance(self.model, CausalModel):
             return False
-        return any(rows.window is not None for rows in self.model.model.architecture.token_rows.values())
+        return any(rows.window is not None for rows in self.model.model.architecture.cached_shapes.values())
 
     @property
     def max_length(self) -> int:
         return max_length(self.model.config, self.tokenizer)
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         return int(self.model.config.vocab_size)
 
     def new_cache(self) -> TorchCache:
         return TorchCache(self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache())
 
-    def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> HiddenStates:
+    def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> HiddenStates:
         """Compute the last hidden states; a `DiffTransformer` does not count padding as positions."""
         past = cache.cache if isinstance(cache, TorchCache) else None
         out = self.model.model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=past is not None)

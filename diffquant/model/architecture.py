@@ -13,12 +13,12 @@ from diffquant.model.blocks import (
     AttentionBlock,
     Block,
     Blocks,
+    CachedShapes,
     MLPBlock,
-    Parameter,
     Parameters,
+    ParameterSpec,
     RMSNormBlock,
     Shape,
-    TokenRows,
 )
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
@@ -74,7 +74,7 @@ class Architecture(ABC):
         """Name and block of the final norm."""
 
     @property
-    def carried(self) -> Parameters:
+    def unused_parameters(self) -> Parameters:
         """Parameters, by full name, that checkpoints contain but the model does not use; commands copy them."""
         return {}
 
@@ -97,7 +97,7 @@ class Architecture(ABC):
     @cached_property
     def parameters(self) -> Parameters:
         """All parameters by full name; a tied output head is not listed."""
-        matrix = Parameter((self.vocab_size, self.hidden_size), packing="named")
+        matrix = ParameterSpec((self.vocab_size, self.hidden_size), packing="named")
         name, norm = self.final_norm
         blocks = {f"layers.{i}.{part}": block for i, layer in enumerate(self.layers) for part, block in layer.items()}
         return {
@@ -126,16 +126,16 @@ class Architecture(ABC):
         return {target: [i for i, own in enumerate(targets) if target in own] for target in LAYER_TARGETS}
 
     @cached_property
-    def token_rows(self) -> Mapping[int, TokenRows]:
+    def cached_shapes(self) -> Mapping[int, CachedShapes]:
         """Shapes of the keys and values that layers cache per token, by layer index."""
         blocks = ((i, block) for i, layer in enumerate(self.layers) for block in layer.values())
-        return {i: block.stored for i, block in blocks if isinstance(block.stored, TokenRows)}
+        return {i: block.cached_shapes for i, block in blocks if isinstance(block.cached_shapes, CachedShapes)}
 
     @property
     def has_recurrent_states(self) -> bool:
         """Whether some layers cache a recurrent state, as Mamba layers do."""
-        stored = (block.stored for layer in self.layers for block in layer.values())
-        return any(kept is not None and not isinstance(kept, TokenRows) for kept in stored)
+        stored = (block.cached_shapes for layer in self.layers for block in layer.values())
+        return any(kept is not None and not isinstance(kept, CachedShapes) for kept in stored)
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Check that a recipe for cache and logits is valid for the model's layers.
@@ -154,13 +154,14 @@ class Architecture(ABC):
 
     def _check_groups(self, recipe: Recipe) -> None:
         """Check that group sizes divide the widths of cached keys and values."""
-        for layer, rows in self.token_rows.items():
+        for layer, rows in self.cached_shapes.items():
             at_layer = recipe.at_layer(layer)
             for target, (_, width) in (("k", rows.keys), ("v", rows.values)):
                 scheme: Scheme = getattr(at_layer, target)
-                if scheme.granularity == "group" and scheme.size and width % scheme.size:
+                if scheme.granularity == "group" and scheme.granularity_size and width % scheme.granularity_size:
                     raise UsageError(
-                        f"{target} at {scheme}: groups of {scheme.size} channels do not divide layer {layer}'s heads "
+                        f"{target} at {scheme}: groups of {scheme.granularity_size} channels do not divide layer "
+                        f"{layer}'s heads "
                         f"of {width}; use another granularity or format, such as e4m3:token"
                     )
 

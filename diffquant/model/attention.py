@@ -24,7 +24,7 @@ from diffquant.model.blocks import AttentionBlock
 from diffquant.model.fused_cache import FusedCache
 from diffquant.model.linears import add_linears
 from diffquant.recipe import Recipe
-from diffquant.recipe.numbers.simulation import rotate_by, rotation
+from diffquant.recipe.numbers.simulation import make_rotation_matrix, rotate_by
 from diffquant.recipe.scheme import FULL
 
 
@@ -57,7 +57,7 @@ class PairAttention(nn.Module):
         # Stored as numbers instead of computed from the layer's index, so that torch.compile shares one graph among
         # all layers.
         self.lam_init = spec.lam_init(layer) if spec.lam == "exp" else 0.0
-        self.post_factor = spec.post_factor(layer)
+        self.post_factor = spec.norm_factor(layer)
         self.backend = "auto"
         self.logits = self.qk = self.p = self.pv = FULL
         self.logit_ranges: Tensor | None = None
@@ -82,7 +82,7 @@ class PairAttention(nn.Module):
         self.logits, self.qk, self.p, self.pv = recipe.logits, recipe.qk, recipe.p, recipe.pv
         if widths is not None:
             self.key_rotation, self.value_rotation = (
-                rotation(width).to(like) if scheme.has("rotated") else None
+                make_rotation_matrix(width).to(like) if scheme.has_transform("rotated") else None
                 for scheme, width in zip((recipe.k, recipe.v), widths, strict=True)
             )
 
@@ -102,7 +102,7 @@ class PairAttention(nn.Module):
         return [what for what, (scheme, calls) in counted.items() if scheme.quantizes and not calls]
 
     @property
-    def rounds(self) -> bool:
+    def has_quantizers(self) -> bool:
         """Whether logits, queries, keys, softmax weights or values are quantized inside attention."""
         return any(scheme.quantizes for scheme in (self.logits, self.qk, self.p, self.pv))
 
@@ -147,8 +147,8 @@ class PairAttention(nn.Module):
             q, k = q.to(v.dtype), k.to(v.dtype)
             self.pv_calls += 1
         call = AttentionCall(
-            self.layout.query_maps(q),
-            self.layout.key_maps(k),
+            self.layout.split_query_maps(q),
+            self.layout.split_key_maps(k),
             v,
             lam,
             scale=self.scale,
@@ -157,7 +157,7 @@ class PairAttention(nn.Module):
             p=self.p,
             qk=self.qk if by_backend else FULL,
             meter=self.meter,
-            post=self.post(),
+            post=self.pair_norm_settings(),
             ranges=self.logit_ranges,
             signal_gate=signal_gate,
         )
@@ -169,7 +169,7 @@ class PairAttention(nn.Module):
         with disable_autocast(vectors[0]):
             return lam_from_vectors(*vectors, init=self.lam_init)
 
-    def post(self) -> PairNorm | None:
+    def pair_norm_settings(self) -> PairNorm | None:
         """Return the pair norm with its factor, or None if the model has none.
 
         If cached values are rotated, the norm is returned without its weight; `undo_rotation` applies it afterwards.
@@ -205,19 +205,19 @@ class DiffAttention(PairAttention):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
         """Compute the output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
         q, k, v = self.project(x, rotary)
-        lam = self.lam(x)
+        lam = self.compute_lam(x)
         if self.key_rotation is not None:
             q, k = rotate_by(q, self.key_rotation), rotate_by(k, self.key_rotation)
         if self.value_rotation is not None:
             v = rotate_by(v, self.value_rotation)
         if cache is not None:
-            k = zero_padding(k, mask)
-        y, gate = None, self.signal_gate(x)
+            k = clear_padded_keys(k, mask)
+        y, gate = None, self.compute_signal_gate(x)
         # The decode kernel supports neither quantized maps nor signal gates, and callers may pass such a cache to any
         # model.
-        is_taken = not self.rounds and gate is None
+        is_taken = not self.has_quantizers and gate is None
         if isinstance(cache, FusedCache) and self.backend == "auto" and is_taken:
-            queries, post = self.layout.query_maps(q), self.post()
+            queries, post = self.layout.split_query_maps(q), self.pair_norm_settings()
             fused = cache.attend(self.layer, queries, k, v, lam, scale=self.scale, mask=mask, post=post)
             y = None if fused is None else fused.transpose(1, 2).flatten(2)
         if y is None:
@@ -232,11 +232,11 @@ class DiffAttention(PairAttention):
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries and keys with rotary embedding, and values, [B, heads, T, width] each, signal heads first."""
-        q = rotate(self.layout.queries(self.q_proj(x)), rotary, self.spec.rope)
-        k = rotate(self.layout.keys(self.k_proj(x)), rotary, self.spec.rope)
-        return q, k, self.layout.values(self.v_proj(x))
+        q = apply_rotary_embedding(self.layout.view_queries(self.q_proj(x)), rotary, self.spec.rope)
+        k = apply_rotary_embedding(self.layout.view_keys(self.k_proj(x)), rotary, self.spec.rope)
+        return q, k, self.layout.view_values(self.v_proj(x))
 
-    def lam(self, x: Tensor) -> Tensor | None:
+    def compute_lam(self, x: Tensor) -> Tensor | None:
         """Compute λ in float32 for an input x [B, T, D]: a scalar (V1), [B, h, T, 1] (V2, V3), or None (one map)."""
         if self.spec.lam == "exp":
             return self.scalar_lam()
@@ -246,7 +246,7 @@ class DiffAttention(PairAttention):
             return project_sigmoids(x, self.lambda_proj, slice(1, None, 2))
         return None
 
-    def signal_gate(self, x: Tensor) -> Tensor | None:
+    def compute_signal_gate(self, x: Tensor) -> Tensor | None:
         """Compute the signal map's factor for an input x [B, T, D]: float32 [B, h, T, 1] (V3), or None if it is 1."""
         return project_sigmoids(x, self.lambda_proj, slice(0, None, 2)) if self.spec.lam == "two-gates" else None
 
@@ -270,12 +270,12 @@ def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)
     return gates.sigmoid().transpose(1, 2).unsqueeze(-1)
 
 
-def zero_padding(k: Tensor, mask: Mask) -> Tensor:
+def clear_padded_keys(k: Tensor, mask: Mask) -> Tensor:
     """Set keys [B, H, T, d] of padding to 0, so that they do not affect a block's absmax."""
     return k if mask.keys is None else k.masked_fill(~mask.keys[:, None, -k.shape[2] :, None], 0.0)
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:
+def apply_rotary_embedding(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:
     """Apply rotary embedding to x [B, H, T, d].
 
     Args:

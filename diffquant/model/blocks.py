@@ -23,7 +23,7 @@ Packing = Literal["weights", "named", "never"]
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterSpec:
     """A parameter of a model.
 
     Attributes:
@@ -31,7 +31,7 @@ class Parameter:
         packing: when it is quantized: under a recipe's `weights` ("weights"), only under an override that names it
             ("named"), or never ("never").
         projection: projection whose heads the rows form, ordered as in `HeadLayout`, or None if rows are not heads.
-        is_wide: whether it stays in float32 if the model is in float16 or bfloat16.
+        is_float32: whether it stays in float32 if the model is in float16 or bfloat16.
         contracted: axis that matrix products sum over. Scales and packed codes run along the last axis.
         by_head: whether attention multiplies each head's rows separately, some of them transposed. Exports store values
             of such a parameter instead of codes.
@@ -41,17 +41,17 @@ class Parameter:
     shape: Shape
     packing: Packing = "never"
     projection: Projection | None = None
-    is_wide: bool = False
+    is_float32: bool = False
     contracted: int = -1
     by_head: bool = False
     is_large: bool = False
 
 
-Parameters = dict[str, Parameter]
+Parameters = dict[str, ParameterSpec]
 
 
 @dataclass(frozen=True)
-class TokenRows:
+class CachedShapes:
     """Shapes of the keys and values that an attention layer caches per token.
 
     Attributes:
@@ -76,8 +76,8 @@ class Block(ABC):
         export: "module:function" that adds it to an exported graph; "" if it cannot be exported.
         kind: name for a layer with this block; "" if the block does not distinguish layers.
         targets: the `LAYER_TARGETS` of a recipe that apply to it.
-        stored: shapes in the cache: `TokenRows` per token, the shapes of a recurrent state without the batch axis, or
-            None if it caches nothing.
+        cached_shapes: `CachedShapes` of what it caches per token, a recurrent state's shapes without the batch axis,
+            or None if it caches nothing.
     """
 
     module: ClassVar[str]
@@ -90,11 +90,11 @@ class Block(ABC):
         """Return the block's parameters by their names within the block."""
 
     @property
-    def stored(self) -> TokenRows | tuple[Shape, ...] | None:
+    def cached_shapes(self) -> CachedShapes | tuple[Shape, ...] | None:
         return None
 
     @property
-    def exported_by(self) -> str:
+    def export_function(self) -> str:
         """The block's `export`, or "" if its class inherits `export` but changes the module or the parameters."""
         for kind in type(self).__mro__:
             if "export" in vars(kind):
@@ -112,7 +112,7 @@ class Block(ABC):
 Blocks = Mapping[str, Block]
 
 
-def linear(
+def linear_parameters(
     name: str,
     out: int,
     width: int,
@@ -123,10 +123,10 @@ def linear(
 ) -> Parameters:
     """Return the parameters of a Linear called `name`: a weight [out, width] and, if `biased`, a bias [out].
 
-    `packing` and `projection` are as in `Parameter`.
+    `packing` and `projection` are as in `ParameterSpec`.
     """
-    parameters = {f"{name}.weight": Parameter((out, width), packing, projection)}
-    return parameters | ({f"{name}.bias": Parameter((out,), projection=projection)} if biased else {})
+    parameters = {f"{name}.weight": ParameterSpec((out, width), packing, projection)}
+    return parameters | ({f"{name}.bias": ParameterSpec((out,), projection=projection)} if biased else {})
 
 
 def prefix_names(place: str, parameters: Parameters) -> Parameters:
@@ -134,16 +134,16 @@ def prefix_names(place: str, parameters: Parameters) -> Parameters:
     return {f"{place}.{name}": parameter for name, parameter in parameters.items()}
 
 
-def pair_parameters(spec: DiffSpec, *, is_wide: bool = False) -> Parameters:
-    """Return the parameters of attention's λ vectors, kept in float32 if `is_wide`, and of its pair norm."""
+def pair_parameters(spec: DiffSpec, *, is_float32: bool = False) -> Parameters:
+    """Return the parameters of attention's λ vectors, kept in float32 if `is_float32`, and of its pair norm."""
     vectors = LAMBDA_VECTORS if spec.lam == "exp" else ()
-    norm = {"subln.weight": Parameter((spec.value_dim,))} if spec.post_norm == "affine" else {}
-    return {name: Parameter((spec.head_dim,), is_wide=is_wide) for name in vectors} | norm
+    norm = {"subln.weight": ParameterSpec((spec.value_dim,))} if spec.post_norm == "affine" else {}
+    return {name: ParameterSpec((spec.head_dim,), is_float32=is_float32) for name in vectors} | norm
 
 
-def token_rows(spec: DiffSpec, window: int | None = None) -> TokenRows:
+def cached_shapes(spec: DiffSpec, window: int | None = None) -> CachedShapes:
     """Return the shapes that attention with this specification caches per token."""
-    return TokenRows((spec.key_heads, spec.head_dim), (spec.kv_pairs, spec.value_dim), window)
+    return CachedShapes((spec.key_heads, spec.head_dim), (spec.kv_pairs, spec.value_dim), window)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class AttentionBlock(Block):
     """
 
     module = "diffquant.model.attention:DiffAttention"
-    export = "diffquant.onnx.architectures.transformer:attention"
+    export = "diffquant.onnx.architectures.transformer:add_attention"
     kind = "attention"
     targets = LAYER_TARGETS
 
@@ -171,18 +171,18 @@ class AttentionBlock(Block):
         spec, inner = self.spec, self.spec.pairs * self.spec.value_dim
         parameters: Parameters = {}
         for name in PROJECTIONS:
-            height = spec.layout.height(name)
-            parameters |= linear(name, height, self.width, biased=self.biased, projection=name)
-        parameters |= linear("o_proj", self.width, inner, biased=self.biased)
-        if spec.gates:
-            parameters |= linear("lambda_proj", spec.gates, self.width, packing="named")
+            height = spec.layout.row_count(name)
+            parameters |= linear_parameters(name, height, self.width, biased=self.biased, projection=name)
+        parameters |= linear_parameters("o_proj", self.width, inner, biased=self.biased)
+        if spec.gate_count:
+            parameters |= linear_parameters("lambda_proj", spec.gate_count, self.width, packing="named")
         if spec.output_gate:
-            parameters |= linear("output_gate_proj", inner, self.width, packing="named")
+            parameters |= linear_parameters("output_gate_proj", inner, self.width, packing="named")
         return parameters | pair_parameters(spec)
 
     @property
-    def stored(self) -> TokenRows:
-        return token_rows(self.spec)
+    def cached_shapes(self) -> CachedShapes:
+        return cached_shapes(self.spec)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class MLPBlock(Block):
     """
 
     module = "diffquant.model.linears:DiffMLP"
-    export = "diffquant.onnx.architectures.transformer:mlp"
+    export = "diffquant.onnx.architectures.transformer:add_mlp"
 
     width: int
     inner: int
@@ -207,10 +207,10 @@ class MLPBlock(Block):
     def parameter_specs(self) -> Parameters:
         own = PARAMETERS.get(self.activation, {})
         return {
-            **linear("gate_proj", self.inner, self.width, biased=self.biased),
-            **linear("up_proj", self.inner, self.width, biased=self.biased),
-            **linear("down_proj", self.width, self.inner, biased=self.biased),
-            **{f"act_fn.{name}": Parameter((len(values),)) for name, values in own.items()},
+            **linear_parameters("gate_proj", self.inner, self.width, biased=self.biased),
+            **linear_parameters("up_proj", self.inner, self.width, biased=self.biased),
+            **linear_parameters("down_proj", self.width, self.inner, biased=self.biased),
+            **{f"act_fn.{name}": ParameterSpec((len(values),)) for name, values in own.items()},
         }
 
 
@@ -218,13 +218,13 @@ class MLPBlock(Block):
 class RMSNormBlock(Block):
     """An RMSNorm with a weight."""
 
-    export = "diffquant.onnx.architectures.transformer:norm"
+    export = "diffquant.onnx.architectures.transformer:add_norm"
 
     width: int
     eps: float
 
     def parameter_specs(self) -> Parameters:
-        return {"weight": Parameter((self.width,))}
+        return {"weight": ParameterSpec((self.width,))}
 
     def new_module(self) -> "nn.Module":
         from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -115,22 +115,22 @@ class PackedStates:
         """Return how many of the unquantized tokens are to be quantized: whole blocks beyond the residual."""
         if not self.scheme.quantizes:
             return 0
-        block = self.scheme.sharing.tokens
+        block = self.scheme.sharing.tokens_per_scale
         return max(recent - self.residual, 0) // block * block
 
     def _quantize(self, states: Tensor) -> None:
         number_format, sharing = self.scheme.format, self.scheme.sharing
         if sharing.is_static:
-            words = number_format.pack(number_format.codes(states, self._static_scale(states)))
+            words = number_format.pack(number_format.encode(states, self._static_scale(states)))
             self.words = words if self.words is None else torch.cat([self.words, words], 2)
             return
         view, dim = sharing.view(states)
-        scale = number_format.scale(view, dim, states.dtype)
-        codes = number_format.codes(view, scale)
+        scale = number_format.compute_scale(view, dim, states.dtype)
+        codes = number_format.encode(view, scale)
         words = number_format.pack(codes if view is states else codes.reshape(states.shape))
         scale = number_format.pack_scale(scale.squeeze(dim))
-        if not sharing.by_token:
-            self.block_lengths += [sharing.tokens] * scale.shape[2]
+        if not sharing.is_token_local:
+            self.block_lengths += [sharing.tokens_per_scale] * scale.shape[2]
         self.words = words if self.words is None else torch.cat([self.words, words], 2)
         self.scales = scale if self.scales is None else torch.cat([self.scales, scale], 2)
 
@@ -148,7 +148,7 @@ class PackedStates:
         if self.scales is None:
             return number_format.decode(codes, self._static_scale(self.recent))
         scales = number_format.unpack_scale(self.scales)
-        if sharing.by_token:
+        if sharing.is_token_local:
             view, _ = sharing.view(codes)
             values = number_format.decode(view, scales.unsqueeze(-1)).to(self.recent.dtype)
             return values if view is codes else values.flatten(-2)

@@ -15,16 +15,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from diffquant.attention import check_backend
-from diffquant.errors import NotFiredError, UsageError
+from diffquant.errors import NotQuantizedError, UsageError
 from diffquant.model.attention import PairAttention
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder
-from diffquant.model.generation_modes import BACKEND_OF, FiniteLogits, check_generation, most_tokens, resolve_setting
+from diffquant.model.generation_modes import (
+    BACKEND_OF,
+    FiniteLogitsProcessor,
+    check_generation,
+    max_total_length,
+    resolve_setting,
+)
 from diffquant.model.graphed_steps import GraphedSteps
-from diffquant.model.inputs import InputRounding, round_linears
+from diffquant.model.inputs import InputRounding, add_input_rounding
 from diffquant.model.linears import QuantizedLinear
 from diffquant.model.reading import CACHE, pop_cache
-from diffquant.model.walk import Walk
+from diffquant.model.walk import LayerRunner
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.support.files import write_atomically
@@ -114,13 +120,13 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         graphs = None
         # With an assistant there are no graphs, since `generate` would pass them to the assistant too.
         if given.get("assistant_model") is None and "graphed_steps" not in given:
-            graphs = self.model.new_graphs(made, most_tokens(self, given))
+            graphs = self.model.new_graphs(made, max_total_length(self, given))
         if graphs is not None:
             given["graphed_steps"] = graphs
         # An assistant's call gets the guard of the main model, which is replaced by its own.
-        guards = [each for each in given.get("logits_processor") or [] if not isinstance(each, FiniteLogits)]
+        guards = [each for each in given.get("logits_processor") or [] if not isinstance(each, FiniteLogitsProcessor)]
         has_ids = given.get("inputs_embeds") is None
-        guards.append(FiniteLogits(self, given.get("attention_mask"), has_ids))
+        guards.append(FiniteLogitsProcessor(self, given.get("attention_mask"), has_ids))
         given["logits_processor"] = LogitsProcessorList(guards)
         result = super().generate(**given)
         # If only tokens are returned, the caller has no reference to the cache, so the next call may reuse it.
@@ -154,7 +160,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
                 f"attn_implementation {name!r} is not supported; choose {', '.join(BACKEND_OF)}, or call "
                 "use_attention() with one of diffquant's backends"
             )
-        check_backend(BACKEND_OF[name], self.recipe.rounds_maps_of_layers)
+        check_backend(BACKEND_OF[name], self.recipe.distinct_map_rounding)
         self.use_attention(BACKEND_OF[name])
 
     @classmethod
@@ -199,17 +205,17 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         is_packed = any(isinstance(module, QuantizedLinear) for module in self.modules())
         return is_packed or self.recipe.weights.quantizes or bool(self.recipe.weight_overrides)
 
-    def make_tables(self) -> None:
+    def compute_missing_tensors(self) -> None:
         """Compute tensors that checkpoints lack, such as RoPE's frequencies, after creation on the meta device."""
 
     @property
-    def attentions(self) -> Sequence[PairAttention]:
+    def attention_modules(self) -> Sequence[PairAttention]:
         """Attention modules in order of layers."""
         return [module for module in self.modules() if isinstance(module, PairAttention)]
 
-    def walk(self, length: int) -> Walk[Any]:
-        """Return a `Walk`, which runs the layers one by one over unpadded sequences of `length` tokens."""
-        return Walk(self.model, length)
+    def new_layer_runner(self, length: int) -> LayerRunner[Any]:
+        """Return a `LayerRunner`, which runs the layers one by one over unpadded sequences of `length` tokens."""
+        return LayerRunner(self.model, length)
 
     @property
     def recipe(self) -> Recipe:
@@ -243,11 +249,11 @@ class CausalModel(PreTrainedModel, GenerationMixin):
             )
         for rounding in self.input_roundings.values():
             rounding.remove()
-        self.input_roundings = round_linears(self, self.model.quantized_linears, recipe)
+        self.input_roundings = add_input_rounding(self, self.model.quantized_linears, recipe)
         self.model.recipe = recipe
         wide = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
-        for attention in self.attentions:
-            rows = self.model.architecture.token_rows.get(attention.layer)
+        for attention in self.attention_modules:
+            rows = self.model.architecture.cached_shapes.get(attention.layer)
             widths = None if rows is None else (rows.keys[1], rows.values[1])
             attention.apply_recipe(recipe.at_layer(attention.layer), widths, wide)
             attention.logit_ranges = self.model.ranges.get(f"layers.{attention.layer}.logits")
@@ -261,7 +267,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
                 raises it later, when it runs.
         """
         check_backend(backend)
-        for attention in self.attentions:
+        for attention in self.attention_modules:
             attention.backend = backend
 
     def new_cache(self) -> Cache:
@@ -270,11 +276,11 @@ class CausalModel(PreTrainedModel, GenerationMixin):
 
     def logit_report(self) -> list[dict[str, float]]:
         """Return per-layer statistics of quantized logits: layer, calls, entries, clipped, step_mean and step_max."""
-        return [{"layer": attention.layer} | attention.meter.report() for attention in self.attentions]
+        return [{"layer": attention.layer} | attention.meter.report() for attention in self.attention_modules]
 
     def reset_logit_report(self) -> None:
         """Reset the statistics of `logit_report` and the calls that `check_quantizers_ran` counts."""
-        for attention in self.attentions:
+        for attention in self.attention_modules:
             attention.reset_counts()
         for rounding in self.input_roundings.values():
             rounding.calls = 0
@@ -283,10 +289,10 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:
-            NotFiredError: a quantizer did not run; the message names the layers, or the Linears.
+            NotQuantizedError: a quantizer did not run; the message names the layers, or the Linears.
         """
         idle_by_target: dict[str, list[int]] = {}
-        for attention in self.attentions:
+        for attention in self.attention_modules:
             for what in attention.idle_quantizers(self.recipe.at_layer(attention.layer)):
                 idle_by_target.setdefault(what, []).append(attention.layer)
         faults = [
@@ -296,4 +302,4 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         if unrounded := [name for name, rounding in self.input_roundings.items() if not rounding.calls]:
             faults.append(f"the recipe quantizes activations, but the inputs of {first_few(unrounded, ', ')} were not")
         if faults:
-            raise NotFiredError("; ".join(faults))
+            raise NotQuantizedError("; ".join(faults))

@@ -17,9 +17,9 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.attention import PairAttention
 from diffquant.model.blocks import Blocks
 from diffquant.model.config import ArchitectureConfig
-from diffquant.model.generation_modes import check_cache, dependence_on_steps
+from diffquant.model.generation_modes import check_cache, explain_step_dependence
 from diffquant.model.graphed_steps import GraphedSteps
-from diffquant.model.reading import CACHE, packed_mask, read_mask, resolve_cache
+from diffquant.model.reading import CACHE, convert_mask, packed_sequence_mask, resolve_cache
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
 
@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module, ABC):
         Each is [B, heads, T, width], after rotary embedding if the model has it, signal heads before noise heads.
         """
 
-    def cached_states(self, state: Any, *arguments: Any) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+    def cached_latents(self, state: Any, *arguments: Any) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
         """Return the two tensors that the layer caches instead of keys and values, such as latents.
 
         Each is [B, heads, T, width]. None means that it caches keys and values.
@@ -113,7 +113,7 @@ class Decoder(PreTrainedModel):
         Args:
             input_ids: [B, T].
             attention_mask: [B, S] over cached and new tokens, 0 at padding; or [B or 1, 1, T, S], a mask of the keys
-                that each query sees (see `read_mask`). Not needed without padding.
+                that each query sees (see `convert_mask`). Not needed without padding.
             position_ids: [B, T]; by default counted over tokens that are not padding. Without cache and mask,
                 positions that restart mark sequences packed into one row, which do not see each other.
             past_key_values, cache: cache to read and extend, under either name.
@@ -146,14 +146,14 @@ class Decoder(PreTrainedModel):
             replayed = self.run_graphed(graphed_steps, x, attention_mask, position_ids, held)
             if replayed is not None:
                 return BaseModelOutputWithPast(last_hidden_state=replayed, **{CACHE: held})
-        mask = read_mask(attention_mask, len(x), x.shape[1], past + x.shape[1])
+        mask = convert_mask(attention_mask, len(x), x.shape[1], past + x.shape[1])
         if position_ids is not None and attention_mask is None and held is None:
-            mask = packed_mask(position_ids) or mask
+            mask = packed_sequence_mask(position_ids) or mask
         states: list[Tensor] | None = [] if output_hidden_states else None
         # If the recipe quantizes the cache, attention reads dequantized K and V even if the caller wants no cache.
         read = self.new_cache() if held is None and self.has_quantized_cache else held
         x = self.run_layers(x, mask, past, position_ids, read, states)
-        if x.requires_grad and self.recipe.rounds(*LAYER_TARGETS, "activations"):
+        if x.requires_grad and self.recipe.quantizes_any(*LAYER_TARGETS, "activations"):
             x.register_hook(_refuse_gradients)
         of_layers = None if states is None else (*states, x)
         return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=of_layers, **{CACHE: held})
@@ -180,12 +180,12 @@ class Decoder(PreTrainedModel):
         Raises:
             UsageError: the layers do not support the cache or the mask.
         """
-        arguments, state = self.layer_arguments(x, mask, past, position_ids, cache), self.start(x)
+        arguments, state = self.layer_arguments(x, mask, past, position_ids, cache), self.initial_state(x)
         for number, layer in enumerate(self.layers):
             if states is not None:
-                states.append(self.hidden(state))
+                states.append(self.hidden_states(state))
             state = layer(state, *arguments[number])
-        return self.normalize(self.hidden(state))
+        return self.normalize(self.hidden_states(state))
 
     @abstractmethod
     def layer_arguments(
@@ -197,11 +197,11 @@ class Decoder(PreTrainedModel):
             UsageError: the layers do not support this kind of cache or mask.
         """
 
-    def start(self, x: Tensor) -> Any:
+    def initial_state(self, x: Tensor) -> Any:
         """Return the state passed to the first layer, for embeddings [B, T, D]."""
         return x
 
-    def hidden(self, state: Any) -> Tensor:
+    def hidden_states(self, state: Any) -> Tensor:
         """Return the hidden states [B, T, D] contained in the state passed between layers."""
         hidden: Tensor = state
         return hidden
@@ -239,7 +239,7 @@ class Decoder(PreTrainedModel):
 
     @property
     def has_quantized_cache(self) -> bool:
-        return self.recipe.rounds("k", "v")
+        return self.recipe.quantizes_any("k", "v")
 
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  some models look at it
         """Return whether `generate` must use `new_cache`.
@@ -256,7 +256,7 @@ class Decoder(PreTrainedModel):
 
     def draft_refusal(self) -> str | None:
         """Return why assisted decoding would change the generated tokens, or None if it does not."""
-        return self.crop_refusal or dependence_on_steps(self.recipe)
+        return self.crop_refusal or explain_step_dependence(self.recipe)
 
     @abstractmethod
     def new_cache(self) -> Cache:

@@ -21,7 +21,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
 from diffquant.kernels.arguments import HALF_TYPES, MAX_QUERIES
 from diffquant.kernels.cache.kv_store import LATENT_WIDTHS, KVStore, store_refusal
-from diffquant.kernels.gpu import capability, device_refusal
+from diffquant.kernels.gpu import compute_capability, device_refusal
 from diffquant.model.cache import PackedLayer
 from diffquant.recipe import Recipe
 from diffquant.support.devices import log_once
@@ -55,9 +55,9 @@ class FusedLayer(PackedLayer):
 
         tokens = k.shape[2]
         if self.store is None:
-            capability(k.device)
+            compute_capability(k.device)
             room = max(tokens + 1, min(self.expected, max(2 * tokens, _MOST_EXPECTED)))
-            self.store = self.reuse(lambda store: store.fits(self.recipe, k, v, room))
+            self.store = self.reuse(lambda store: store.has_same_layout(self.recipe, k, v, room))
             if self.store is None:
                 self.store = KVStore(self.recipe, k, v, room)
             self.lazy_initialization(k, v)
@@ -106,7 +106,7 @@ class FusedCache(Cache):
         """Allocated bytes, including memory for future tokens."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def expect(self, tokens: int, reuse: Callable[[int, Callable[[KVStore], bool]], KVStore | None]) -> None:
+    def plan_memory_for(self, tokens: int, reuse: Callable[[int, Callable[[KVStore], bool]], KVStore | None]) -> None:
         """Prepare the memory that layers get with their first tokens.
 
         Args:
@@ -159,7 +159,11 @@ class FusedCache(Cache):
         """
         from diffquant.kernels.cache.decode import decode
 
-        if q[0].shape[2] > MAX_QUERIES or mask.explicit is not None or (mask.keys is not None and mask.ranges is None):
+        if (
+            q[0].shape[2] > MAX_QUERIES
+            or mask.explicit is not None
+            or (mask.keys is not None and mask.valid_ranges is None)
+        ):
             return None
         if q[-1].shape[1] % v.shape[1]:
             # The kernel needs a whole number of noise heads per KV head.
@@ -181,15 +185,15 @@ def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, devi
 
 
 def latent_layer_refusal(
-    recipe: Recipe, turned: int, latent: int, dtype: torch.dtype, device: torch.device
+    recipe: Recipe, rotated_width: int, latent: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Return why no kernel decodes from a `FusedLayer` with latents, or None.
 
-    A token has `turned` rotated key channels and a latent of `latent` channels.
+    A token has `rotated_width` rotated key channels and a latent of `latent` channels.
     """
     if dtype not in HALF_TYPES:
         return f"the decode kernel supports float16 and bfloat16, not {dtype}"
-    return device_refusal(device) or store_refusal(recipe, turned, latent, dtype, LATENT_WIDTHS)
+    return device_refusal(device) or store_refusal(recipe, rotated_width, latent, dtype, LATENT_WIDTHS)
 
 
 def warn_of_slow_decoding(reason: str) -> None:

@@ -61,7 +61,7 @@ def resolve_setting(model: PreTrainedModel, given: Mapping[str, Any], name: str)
     return next((value for value in (given.get(name), *configured) if value is not None), None)
 
 
-def most_tokens(model: PreTrainedModel, given: Mapping[str, Any]) -> int:
+def max_total_length(model: PreTrainedModel, given: Mapping[str, Any]) -> int:
     """Return the largest total length, prompt included, that a call of `generate` may reach."""
     prompts = (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     length = next((prompt.shape[1] for prompt in prompts if prompt is not None), 0)
@@ -105,7 +105,7 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             f"assisted decoding and prompt lookup would change the generated tokens: {refusal}; leave "
             "out assistant_model and prompt_lookup_num_tokens"
         )
-    refusal = dependence_on_steps(model.recipe) if resolve_setting(model, given, "prefill_chunk_size") else None
+    refusal = explain_step_dependence(model.recipe) if resolve_setting(model, given, "prefill_chunk_size") else None
     if refusal is not None:
         raise UsageError(f"prefill_chunk_size would change the generated tokens: {refusal}; leave it out")
     for drafter in (given.get("assistant_model"), model if resolve_setting(model, given, "is_assistant") else None):
@@ -114,17 +114,17 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             raise UsageError(f"the assistant model cannot drop rejected tokens: {refusal}; choose another assistant")
 
 
-def dependence_on_steps(recipe: Recipe) -> str | None:
+def explain_step_dependence(recipe: Recipe) -> str | None:
     """Return why results depend on the number of tokens per step or on rejected tokens, or None if they do not."""
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
         return f"the newest {recipe.residual} tokens in the cache stay at 16 bits (residual)"
-    blocks = [scheme for scheme in of_cache if not scheme.sharing.by_token]
+    blocks = [scheme for scheme in of_cache if not scheme.sharing.is_token_local]
     if blocks:
         return f"keys at {blocks[0]} are rounded by blocks of tokens"
     for target, what in (("logits", "logits"), ("qk", "queries and keys"), ("pv", "values before P·V")):
         for scheme in recipe.schemes_of(target):
-            by_token = scheme.by_token and (target != "pv" or scheme.granularity == "row")
+            by_token = scheme.is_token_local and (target != "pv" or scheme.granularity == "row")
             if scheme.quantizes and not by_token:
                 return f"{what} at {scheme} have scales over several tokens"
     return None
@@ -142,7 +142,7 @@ def _describe_cache(recipe: Recipe) -> str:
     return ", ".join([*parts, *(f"{pattern} {scheme}" for pattern, scheme in overrides.items())])
 
 
-class FiniteLogits(LogitsProcessor):
+class FiniteLogitsProcessor(LogitsProcessor):
     """Logits processor that raises an error if a sequence's largest logit is not finite; -inf marks excluded tokens."""
 
     def __init__(self, model: PreTrainedModel, attention_mask: Tensor | None, has_ids: bool) -> None:

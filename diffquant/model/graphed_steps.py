@@ -24,7 +24,7 @@ Step = Callable[[Tensor, Tensor, Mask], Tensor]
 Recording = tuple[Callable[[], None], Tensor]
 
 
-def record(work: Callable[[], Tensor], device: torch.device) -> Recording:
+def record_cuda_graph(work: Callable[[], Tensor], device: torch.device) -> Recording:
     """Record the kernels that `work` launches on a device into a CUDA graph, without running them.
 
     Raises:
@@ -72,13 +72,13 @@ class GraphedSteps:
         # Copies of a model start without a recording.
         return GraphedSteps, ()
 
-    def keep(self, model: nn.Module) -> bool:
-        """Remember the model's signature for `suits`. Return whether there is a recording that a later call may use."""
+    def remember_model(self, model: nn.Module) -> bool:
+        """Remember the model for `is_model_unchanged`; return whether a later call may use a recording."""
         self._signature = signature_of(model)
         return self._recorded is not None
 
-    def suits(self, model: nn.Module) -> bool:
-        """Return whether the model has not changed since `keep`."""
+    def is_model_unchanged(self, model: nn.Module) -> bool:
+        """Return whether the model has not changed since `remember_model`."""
         return self._signature == signature_of(model)
 
     def reuse_store(self, layer: int, fits: Callable[[KVStore], bool]) -> KVStore | None:
@@ -135,12 +135,12 @@ class GraphedSteps:
 
     def _record(self, step: Step, cache: FusedCache, x: Tensor, positions: Tensor, mask: Mask) -> _RecordedStep | None:
         past = cache.get_seq_length()
-        if mask.keys is not None and mask.ranges is None:
+        if mask.keys is not None and mask.valid_ranges is None:
             self._fail(_HOLES)
             return None
         x, positions = x.clone(), positions.clone()
         try:
-            recording = record(lambda: step(x, positions, mask), x.device)
+            recording = record_cuda_graph(lambda: step(x, positions, mask), x.device)
         except RuntimeError as error:
             self._fail(f"recording failed: {error}".splitlines()[0])
             return None
@@ -188,17 +188,17 @@ def _lasting_mask(attention_mask: Tensor | None, capacity: int) -> Mask:
     valid[:, : attention_mask.shape[1]] = attention_mask.bool()
     mask = Mask(valid)
     # Computed now, since it synchronizes with the device, which is not possible while recording.
-    _ = mask.ranges
+    _ = mask.valid_ranges
     return mask
 
 
 def _has_changed(recorded: Mask, attention_mask: Tensor | None, capacity: int) -> bool:
     """Overwrite a recorded mask in place with another call's mask; return whether that was possible."""
-    if attention_mask is None or recorded.ranges is None:
+    if attention_mask is None or recorded.valid_ranges is None:
         return True
     mask = _lasting_mask(attention_mask, capacity)
-    if mask.keys is None or recorded.keys is None or mask.ranges is None:
+    if mask.keys is None or recorded.keys is None or mask.valid_ranges is None:
         return False
-    for old, new in zip((recorded.keys, *recorded.ranges), (mask.keys, *mask.ranges), strict=True):
+    for old, new in zip((recorded.keys, *recorded.valid_ranges), (mask.keys, *mask.valid_ranges), strict=True):
         old.copy_(new)
     return True

@@ -27,12 +27,12 @@ def round_inputs(x: Tensor, scheme: Scheme) -> Tensor:
     view, dim = scheme.sharing.view(x)
     largest = view.abs().amax(dim, keepdim=True)
     if levels.block:
-        scale = levels.scale_of(largest)
+        scale = levels.scale_for_largest(largest)
     else:
         scale = largest / ((levels.largest - levels.lowest) / 2)
         scale = torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
     ratio = (view / scale).clamp_(levels.lowest, levels.largest)
-    return (levels.round_to_levels_(ratio) * scale).reshape(x.shape)
+    return (levels.round_to_absmax_levels_(ratio) * scale).reshape(x.shape)
 
 
 class InputRounding:
@@ -51,7 +51,7 @@ class InputRounding:
         self._handle.remove()
 
 
-def round_linears(model: nn.Module, linears: Mapping[str, str], recipe: Recipe) -> dict[str, InputRounding]:
+def add_input_rounding(model: nn.Module, linears: Mapping[str, str], recipe: Recipe) -> dict[str, InputRounding]:
     """Make a model round the inputs of its Linears from now on, as a recipe's `activations` require.
 
     Args:
@@ -66,7 +66,7 @@ def round_linears(model: nn.Module, linears: Mapping[str, str], recipe: Recipe) 
         UsageError: activations are to be rounded but no weights are quantized, or gate and up, which one kernel
             computes, have different schemes.
     """
-    if recipe.rounds("activations") and not linears:
+    if recipe.quantizes_any("activations") and not linears:
         raise UsageError(
             "activations are the inputs of Linears with quantized weights, and this model has none: load its "
             "checkpoint with weights and activations in one recipe"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.kernels.linear.linear import linear
-from diffquant.kernels.linear.repack import PackedWeight, join, join_refusal
+from diffquant.kernels.linear.repack import PackedWeight, join_refusal, join_rows
 from diffquant.model.activations import PARAMETERS, find_activation
 from diffquant.model.blocks import Block, MLPBlock
 
@@ -51,7 +51,7 @@ class QuantizedLinear(nn.Module):
         """Return one layer that computes this layer's outputs and another's behind them, or None if not possible."""
         if join_refusal(self.packed, other.packed) or (self.bias is None) != (other.bias is None):
             return None
-        joined = QuantizedLinear(join(self.packed, other.packed))
+        joined = QuantizedLinear(join_rows(self.packed, other.packed))
         if self.bias is not None and other.bias is not None:
             joined.bias = nn.Parameter(torch.cat([self.bias, other.bias]), requires_grad=False)
         return joined

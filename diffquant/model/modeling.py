@@ -111,12 +111,12 @@ class DiffTransformerModel(Decoder):
         graphs = None
         if isinstance(cache, FusedCache):
             graphs = self.__dict__.pop(_GRAPHS, None)
-            graphs = graphs if graphs is not None and graphs.suits(self) else GraphedSteps()
-            cache.expect(tokens, graphs.reuse_store)
+            graphs = graphs if graphs is not None and graphs.is_model_unchanged(self) else GraphedSteps()
+            cache.plan_memory_for(tokens, graphs.reuse_store)
         return graphs or GraphedSteps()
 
     def keep_graphs(self, graphs: GraphedSteps) -> None:
-        if graphs.keep(self):
+        if graphs.remember_model(self):
             self.__dict__[_GRAPHS] = graphs
 
     def _graph_refusal(self) -> str | None:
@@ -126,7 +126,7 @@ class DiffTransformerModel(Decoder):
             return f"attention uses the backend {', '.join(chosen)}"
         if any(attention.logits.quantizes for attention in attentions):
             return "attention logits are quantized, which needs dequantized K and V"
-        if any(attention.rounds for attention in attentions):
+        if any(attention.has_quantizers for attention in attentions):
             return "operands of attention's products are quantized, which needs dequantized K and V"
         # accelerate's hooks move weights between devices, which cannot be recorded.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
@@ -137,7 +137,7 @@ class DiffTransformerModel(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        blocks = [scheme for scheme in self.recipe.schemes_of("k") if not scheme.sharing.by_token]
+        blocks = [scheme for scheme in self.recipe.schemes_of("k") if not scheme.sharing.is_token_local]
         if blocks and self.has_fused_cache:
             return f"keys at {blocks[0]} are packed by blocks of tokens, which do not fit the kernels' cache"
         return None
@@ -160,5 +160,5 @@ class DiffTransformer(CausalModel):
     decoder_class = DiffTransformerModel
     model: DiffTransformerModel
 
-    def make_tables(self) -> None:
+    def compute_missing_tensors(self) -> None:
         self.model.rotary_emb = LlamaRotaryEmbedding(self.config)

@@ -17,7 +17,7 @@ from diffquant.model.windowed_cache import MixedCache
 _HIDING = -1e4
 
 
-def read_mask(attention_mask: Tensor | None, batch: int, length: int, keys: int) -> Mask:
+def convert_mask(attention_mask: Tensor | None, batch: int, length: int, keys: int) -> Mask:
     """Convert transformers' mask argument for T = `length` new tokens over S = `keys` cached and new ones.
 
     Args:
@@ -57,7 +57,7 @@ def _visible_keys(mask: Tensor) -> Tensor:
     return seen
 
 
-def packed_mask(position_ids: Tensor) -> Mask | None:
+def packed_sequence_mask(position_ids: Tensor) -> Mask | None:
     """Return the mask of sequences packed into one row, which begin where positions restart, or None if not packed.
 
     Args:
@@ -135,34 +135,34 @@ class Reading:
             window: number of newest tokens that windowed layers see, or None if there is no window.
             cache: cache of the earlier tokens.
         """
-        near = length + (cache.held if cache is not None else 0)
+        near = length + (cache.windowed_length if cache is not None else 0)
         windowed = Mask(None if valid is None else valid[:, -near:], window)
         new = None if valid is None else valid[:, -length:]
-        return cls(Mask(valid), windowed, windowed.needed_keys(near), cache, new)
+        return cls(Mask(valid), windowed, windowed.count_needed_keys(near), cache, new)
 
     def mask(self, window: int | None) -> Mask:
         """Return the mask of a layer with this window, or of a layer without a window if `window` is None."""
         return self.whole if window is None else self.windowed
 
     @property
-    def counts(self) -> Tensor | None:
+    def valid_counts(self) -> Tensor | None:
         """Number of new tokens per sequence that are not padding, [B], or None if there is no padding."""
         return None if self.valid is None else self.valid.sum(1)
 
-    def pack(self, x: Tensor) -> Tensor:
+    def move_padding_last(self, x: Tensor) -> Tensor:
         """Move padding in x [B, T, E] behind its sequence's tokens, so that a recurrence reads these without gaps."""
         return x if self.valid is None else x.take_along_dim(self._order(self.valid), 1)
 
-    def unpack(self, x: Tensor) -> Tensor:
-        """Move the padding in x [B, T, E] from behind the tokens back to its place; the inverse of `pack`."""
+    def restore_padding(self, x: Tensor) -> Tensor:
+        """Undo `move_padding_last`: move padding in x [B, T, E] from behind the tokens back to its place."""
         return x if self.valid is None else x.take_along_dim(self._order(self.valid).argsort(1), 1)
 
     def mask_padding(self, step: Tensor) -> Tensor:
-        """Set a recurrence's step sizes [B, T, E] to 0 at padding, which `pack` moved behind each sequence's tokens."""
-        if self.counts is None:
+        """Set a recurrence's step sizes [B, T, E] to 0 at padding, after `move_padding_last`."""
+        if self.valid_counts is None:
             return step
         places = torch.arange(step.shape[1], device=step.device)
-        return step.masked_fill((places >= self.counts[:, None])[..., None], 0.0)
+        return step.masked_fill((places >= self.valid_counts[:, None])[..., None], 0.0)
 
     @staticmethod
     def _order(valid: Tensor) -> Tensor:

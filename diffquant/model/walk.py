@@ -22,7 +22,7 @@ _BLOCK_ENTRIES = 1 << 21
 CAUSAL = Mask()
 
 
-class Walk(Generic[State]):
+class LayerRunner(Generic[State]):
     """Runs a model's layers one by one over unpadded sequences [B, T] of one length."""
 
     def __init__(self, decoder: "Decoder", length: int) -> None:
@@ -37,7 +37,7 @@ class Walk(Generic[State]):
         """Layers in order."""
         return list(self.decoder.layers)
 
-    def arguments(self, layer: nn.Module, cache: "Cache | None" = None) -> tuple[Any, ...]:
+    def layer_arguments(self, layer: nn.Module, cache: "Cache | None" = None) -> tuple[Any, ...]:
         """Return the arguments that a layer's forward takes after the state."""
         number = cast("DecoderLayer", layer).layer
         if cache is None:
@@ -46,17 +46,17 @@ class Walk(Generic[State]):
 
     def embed(self, ids: Tensor) -> State:
         """Compute the first layer's input from token ids [B, T]."""
-        state: State = self.decoder.start(self.decoder.embed_tokens(ids))
+        state: State = self.decoder.initial_state(self.decoder.embed_tokens(ids))
         return state
 
-    def hidden(self, state: State) -> Tensor:
+    def hidden_states(self, state: State) -> Tensor:
         """Return the hidden states [B, T, D] contained in the state passed between layers."""
-        return self.decoder.hidden(state)
+        return self.decoder.hidden_states(state)
 
-    def run(self, layer: nn.Module, state: State) -> State:
+    def run_layer(self, layer: nn.Module, state: State) -> State:
         """Compute the output of a layer under the model's recipe; use a new cache if the recipe quantizes the cache."""
         cache = self.decoder.new_cache() if self.decoder.has_quantized_cache else None
-        output: State = layer(state, *self.arguments(layer, cache))
+        output: State = layer(state, *self.layer_arguments(layer, cache))
         return output
 
     def project(self, layer: nn.Module, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -64,7 +64,7 @@ class Walk(Generic[State]):
 
         They are taken after rotary embedding, if any, and signal heads precede noise heads.
         """
-        return cast("DecoderLayer", layer).project(state, *self.arguments(layer))
+        return cast("DecoderLayer", layer).project(state, *self.layer_arguments(layer))
 
     def cached_states(
         self, layer: nn.Module, state: State, projections: tuple[Tensor, Tensor, Tensor]
@@ -76,7 +76,7 @@ class Walk(Generic[State]):
             state: input of the layer.
             projections: result of `project` for this input.
         """
-        return cast("DecoderLayer", layer).cached_states(state, *self.arguments(layer)) or projections[1:]
+        return cast("DecoderLayer", layer).cached_latents(state, *self.layer_arguments(layer)) or projections[1:]
 
 
 def iterate_unmasked_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
@@ -109,14 +109,14 @@ def count_visible_logits(heads: int, rows: int, keys: int, window: int | None = 
     return heads * sum(min(count, window or count) for count in seen)
 
 
-def batches(ids: Tensor, tokens: int) -> Sequence[Tensor]:
+def split_into_batches(ids: Tensor, max_tokens: int) -> Sequence[Tensor]:
     """Split sequences [N, T] into batches of at most `tokens` tokens, with at least one sequence each."""
-    windows: Sequence[Tensor] = ids.split(max(1, tokens // ids.shape[1]))
+    windows: Sequence[Tensor] = ids.split(max(1, max_tokens // ids.shape[1]))
     return windows
 
 
 def _keys_of_maps(k: Tensor, spec: DiffSpec) -> Tensor:
     """Repeat keys [B, key heads, S, d] so that each query head has one, [B, query heads, S, d]."""
-    repeats = [heads // spec.kv_pairs for heads in (spec.pairs, spec.layout.noises)[: spec.maps]]
-    maps = zip(spec.layout.key_maps(k), repeats, strict=True)
+    repeats = [heads // spec.kv_pairs for heads in (spec.pairs, spec.layout.noise_heads)[: spec.maps]]
+    maps = zip(spec.layout.split_key_maps(k), repeats, strict=True)
     return torch.cat([keys.repeat_interleave(times, 1) for keys, times in maps], 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
-from diffquant.model.blocks import TokenRows
+from diffquant.model.blocks import CachedShapes
 from diffquant.model.cache import PackedLayer, ranges_of_layer
 from diffquant.recipe import Recipe
 
@@ -39,7 +39,7 @@ class WindowedLayer(PackedLayer):
 
         Args:
             key_states, value_states: new keys [B, H, T, d] and values [B, H', T, dv].
-            needed: number of newest tokens to keep, from `Mask.needed_keys`; window - 1 by default.
+            needed: number of newest tokens to keep, from `Mask.count_needed_keys`; window - 1 by default.
 
         Returns:
             Dequantized keys and values of the tokens kept so far and of the new ones.
@@ -63,17 +63,17 @@ class WindowedLayer(PackedLayer):
             raise UsageError("a windowed cache cannot restore earlier tokens, which are gone; fill a new one")
 
 
-def create_storage(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[str, Tensor]) -> PackedLayer:
+def create_storage(shapes: CachedShapes, layer: int, recipe: Recipe, ranges: Mapping[str, Tensor]) -> PackedLayer:
     """Create empty storage for a layer's keys and values under a model's recipe.
 
     Args:
-        rows: shapes to cache per token.
+        shapes: shapes to cache per token.
         layer: 0-based index of the layer.
         recipe: recipe of the model.
         ranges: calibrated ranges by "layers.N.k" and "layers.N.v", for static schemes.
     """
     own = recipe.at_layer(layer), ranges_of_layer(ranges, layer)
-    return PackedLayer(*own) if rows.window is None else WindowedLayer(*own, rows.window)
+    return PackedLayer(*own) if shapes.window is None else WindowedLayer(*own, shapes.window)
 
 
 class MixedCache(Cache):
@@ -99,11 +99,11 @@ class MixedCache(Cache):
         return max(layer.get_seq_length() for layer in layers if not isinstance(layer, WindowedLayer))
 
     @property
-    def held(self) -> int:
+    def windowed_length(self) -> int:
         """Number of tokens in the caches of windowed layers."""
         return next((layer.get_seq_length() for layer in self.layers if isinstance(layer, WindowedLayer)), 0)
 
-    def recurrent(self, layer: int) -> "RecurrentLayer":
+    def recurrent_layer(self, layer: int) -> "RecurrentLayer":
         """Return the cache of a recurrent layer.
 
         Raises:

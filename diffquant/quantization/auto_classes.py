@@ -80,7 +80,7 @@ def _register_models() -> None:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     for config_class in _config_classes():
-        AutoModelForCausalLM.register(CONFIG_MAPPING[config_class.model_type], LoadedModel, exist_ok=True)
+        AutoModelForCausalLM.register(CONFIG_MAPPING[config_class.model_type], AutoModelLoader, exist_ok=True)
 
 
 _REGISTRATIONS: dict[str, Callable[[], None]] = {
@@ -108,7 +108,7 @@ def _config_classes() -> "list[type[PreTrainedConfig]]":
     ]
 
 
-class LoadedModel:
+class AutoModelLoader:
     """Class that `AutoModelForCausalLM` uses for diffquant's model types: `diffquant.load` as `from_pretrained`."""
 
     @classmethod

@@ -9,7 +9,7 @@ import torch
 
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.source import Source
-from diffquant.checkpoints.weight_layout import find_transposed, find_undecided_experts
+from diffquant.checkpoints.weight_layout import find_ambiguous_experts, find_transposed
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.quantization.roundings import checked_rounding, rounding_named
@@ -73,7 +73,7 @@ def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Col
     if not patterns and not recipe.activations.quantizes:
         return
     targets = find_packable_modules(source)
-    modules = [module for module in packed if targets.rounds_input(module)]
+    modules = [module for module in packed if targets.has_rounded_input(module)]
     if not modules:
         raise UsageError(
             f"activations are the inputs of Linears with quantized weights, and no weight of {source.path} is "
@@ -88,7 +88,7 @@ def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Col
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     for module in modules:
         if (scheme := recipe.input_scheme(module)).quantizes:
-            shapes.setdefault(scheme.size or 1, {})[module] = _weight_shape(source, targets.weights[module])
+            shapes.setdefault(scheme.granularity_size or 1, {})[module] = _weight_shape(source, targets.weights[module])
     rounded = [module for of_size in shapes.values() for module in of_size]
     if apart := [module for module in rounded if not _is_linear(source, module, targets.weights[module])]:
         raise UsageError(
@@ -125,7 +125,7 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
                 f"override {pattern!r} ends in .{last} and so refers to the {last} of layers, but {source.path} is "
                 f"quantized by tensor names only; for a weight with that name write {literal!r}"
             )
-    targets = [target for target in LAYER_TARGETS if recipe.rounds(target)]
+    targets = [target for target in LAYER_TARGETS if recipe.quantizes_any(target)]
     if targets:
         raise UsageError(
             f"{source.path} (model_type {source.model_type!r}) is quantized by tensor names and cannot be run: "
@@ -138,7 +138,8 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
         )
     if not schemes:
         raise CheckpointError(
-            f"no tensor of {source.path} would be packed: {len(source.weights)} of {len(source.checkpoint.tensors)} "
+            f"no tensor of {source.path} would be packed: {len(source.packable_weights)} of "
+            f"{len(source.checkpoint.tensors)} "
             f"are weights by their names, but the recipe or the rules exclude all of them; the rules pack "
             f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give other rules with "
             f"{option_name('weight_rules')}"
@@ -157,7 +158,7 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     tensors = source.checkpoint.tensors
     if isinstance(source, WeightSource):
         found = find_transposed(tensors)
-        unclear = [f"{name} {list(tensors[name].shape)}" for name in find_undecided_experts(tensors) if name in chosen]
+        unclear = [f"{name} {list(tensors[name].shape)}" for name in find_ambiguous_experts(tensors) if name in chosen]
         if unclear:
             raise CheckpointError(
                 f"the matrices of experts in {source.path} are square, and no tensor beside them shows whether they "
@@ -255,9 +256,11 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
     for name, info in infos.items():
         scheme = schemes[name]
         # Blocks need not divide a weight's shape.
-        if scheme.size and not scheme.sharing.tile:
+        if scheme.granularity_size and not scheme.sharing.block_size:
             fixed_by = scheme.format.name if scheme.format.block else ""
-            groups.setdefault((scheme.size * scheme.format.scales_per_step, fixed_by), {})[name] = info.shape
+            groups.setdefault((scheme.granularity_size * scheme.format.scales_per_step, fixed_by), {})[name] = (
+                info.shape
+            )
     problems = [_misfit_problem(size, shapes, fixed_by) for (size, fixed_by), shapes in groups.items()]
     if any(problems):
         raise GroupSizeError("; ".join(filter(None, problems)))
@@ -265,7 +268,7 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
 
 def _parts_experts(scheme: Scheme, shape: tuple[int, ...]) -> bool:
     # Each half of an expert's rows may be written as a separate Linear (gate and up projection).
-    return len(shape) > 2 and bool(scheme.sharing.tile) and shape[-2] // 2 % scheme.sharing.tile > 0
+    return len(shape) > 2 and bool(scheme.sharing.block_size) and shape[-2] // 2 % scheme.sharing.block_size > 0
 
 
 def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]], fixed_by: str = "") -> str:

@@ -29,10 +29,10 @@ from diffquant.checkpoints.conversions import (
 from diffquant.checkpoints.corpora import Sources
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import (
-    Block,
-    Job,
+    ConversionJob,
+    RowBlock,
     Shard,
-    check_rows,
+    check_rows_finite,
     checkpoint_key,
     convert_rows,
     row_blocks,
@@ -45,15 +45,15 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.blocks import Shape
 from diffquant.quantization.descriptions import converted_card
 from diffquant.quantization.engine_folder import config_for_engines, remove_code_files, write_modelling_file
-from diffquant.quantization.foreign_code import describe_left_out, leave_out_code
+from diffquant.quantization.foreign_code import describe_removed_code, remove_code_entries
 from diffquant.recipe import Recipe
-from diffquant.reports.tables import megabytes
+from diffquant.reports.tables import format_size
 from diffquant.support.devices import as_dtype
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import versions
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, progress_for
-from diffquant.support.terminal import Readable, one_line
+from diffquant.support.terminal import PrintableResult, one_line
 
 # Smaller errors are float32 rounding, as from folding a norm into a weight, and are not reported.
 _FLOAT32_ERROR = 1e-6
@@ -62,7 +62,7 @@ _MIXED_ROWS = 256
 
 
 @dataclass(frozen=True, repr=False)
-class Conversion(Readable):
+class ConversionResult(PrintableResult):
     """The outcome of `convert`.
 
     Attributes:
@@ -93,7 +93,8 @@ class Conversion(Readable):
         text = (
             f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
-            f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
+            f"{format_size(self.bytes_after)} from the source's {format_size(self.bytes_before)}, in "
+            f"{self.seconds:.1f} s"
             f"{recipe}"
         )
         return "\n".join([text, *self.notes])
@@ -114,7 +115,7 @@ def convert(
     text: Sources = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Conversion:
+) -> ConversionResult:
     """Write a checkpoint as another one of the family that computes the same function.
 
     Args:
@@ -154,9 +155,9 @@ def convert(
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
     if opened.recipe != Recipe():
         config["diffquant_config"] = opened.recipe.to_config()
-    if checkpoint.rounded_as:
+    if checkpoint.earlier_format:
         # Lets a command that rounds these weights again warn about it.
-        config["diffquant_config"] = config.get("diffquant_config", {}) | {"rounded_as": checkpoint.rounded_as}
+        config["diffquant_config"] = config.get("diffquant_config", {}) | {"rounded_as": checkpoint.earlier_format}
     shards = _shards(checkpoint, target, origins, dtype)
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
     key = {
@@ -171,7 +172,7 @@ def convert(
         checkpoint.write_side_files(staging.folder)
         records = write_shards(shards, staging, total, progress)
         error = _rounding_error(records)
-        config, left_out = leave_out_code(staging.folder, config)
+        config, left_out = remove_code_entries(staging.folder, config)
         left_out += remove_code_files(staging.folder)
         config = config_for_engines(config, target)
         if code := write_modelling_file(staging.folder, config, target):
@@ -185,8 +186,8 @@ def convert(
         kind = to if to in SAME_TYPE else f"as {config['model_type']}"
         card = converted_card(checkpoint, source_type, kind, what, target.architecture.diff_spec.maps > 1, left_out)
         write_atomically(staging.folder / "README.md", card)
-        notes = (*((change,) if to in SAME_TYPE else ()), *describe_left_out(left_out, staging.folder))
-    return Conversion(
+        notes = (*((change,) if to in SAME_TYPE else ()), *describe_removed_code(left_out, staging.folder))
+    return ConversionResult(
         destination,
         source_type,
         config["model_type"],
@@ -202,9 +203,9 @@ def convert(
 
 def _find_factors(source: Source, text: Sources, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Find factors of inputs; the module runs a model, which other conversions do without."""
-    from diffquant.quantization.smoothing import find_factors
+    from diffquant.quantization.smoothing import find_smoothing_factors
 
-    return find_factors(source, text, progress)
+    return find_smoothing_factors(source, text, progress)
 
 
 def _rounding_error(records: Mapping[str, Mapping[str, Any]]) -> float:
@@ -222,7 +223,7 @@ def _shards(
     Args:
         matrix_dtype: dtype of the matrices written, or None to keep the source's.
     """
-    jobs: dict[str, list[Job]] = {file.name: [] for file in checkpoint.weight_files()}
+    jobs: dict[str, list[ConversionJob]] = {file.name: [] for file in checkpoint.weight_files()}
     shard = next(iter(jobs))
     for name, shape in target.source_shapes().items():
         origin, source = origins[name], origins[name][0]
@@ -235,23 +236,25 @@ def _shards(
     return [Shard(None, tuple(jobs[file.name])) for file in checkpoint.weight_files() if jobs[file.name]]
 
 
-def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype: torch.dtype) -> Job:
+def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype: torch.dtype) -> ConversionJob:
     """Return the job that computes a tensor of the target, and its rounding error in `dtype`."""
 
-    def make(first: int, last: int) -> Block:
+    def make(first: int, last: int) -> RowBlock:
         source, order, change = origin
         if source is None:
-            return Block({name: (first, torch.zeros(last - first, *shape[1:], dtype=dtype))})
+            return RowBlock({name: (first, torch.zeros(last - first, *shape[1:], dtype=dtype))})
         rows = _read_rows(checkpoint, source, order, first, last)
         values = rows if change is None else change(rows)
         converted = convert_rows(values, dtype, name)
         if converted.dtype == values.dtype:
-            return Block({name: (first, converted)})
+            return RowBlock({name: (first, converted)})
         error = float((converted.to(values.dtype) - values).square().sum())
-        return Block({name: (first, converted)}, error, float(values.square().sum()))
+        return RowBlock({name: (first, converted)}, error, float(values.square().sum()))
 
     together = _MIXED_ROWS if _mixes_rows(origin) else 1
-    return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make, together)
+    return ConversionJob(
+        name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make, together
+    )
 
 
 def _mixes_rows(origin: Origin) -> bool:
@@ -269,12 +272,12 @@ def _read_rows(checkpoint: Checkpoint, name: str, order: Tensor | None, first: i
         factor = order[first:last] if order is not None and order.is_floating_point() else None
         here = slice(first, last) if order is None or factor is not None else order[first:last]
         rows = checkpoint.read_rows(name, here)
-        check_rows(rows, name, first)
+        check_rows_finite(rows, name, first)
         return rows if factor is None else rows * factor.view(-1, *[1] * (rows.dim() - 1))
     height, *width = checkpoint.tensors[name].shape
     mixed = torch.zeros(last - first, *width, dtype=order.dtype)
     for begin, end in row_blocks(height, math.prod(width)):
         rows = checkpoint.read_rows(name, slice(begin, end))
-        check_rows(rows, name, begin)
+        check_rows_finite(rows, name, begin)
         mixed += order[first:last, begin:end] @ rows.to(order.dtype)
     return mixed

@@ -9,11 +9,11 @@ import torch
 
 from diffquant.checkpoints.compressed_config import STATIC_CACHE, quantization_config
 from diffquant.checkpoints.reader import Checkpoint
-from diffquant.checkpoints.side_files import front_matter
+from diffquant.checkpoints.side_files import format_front_matter
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightSource, modules_to_ignore
 from diffquant.quantization.engine_folder import config_for_engines, write_modelling_file
-from diffquant.quantization.foreign_code import describe_left_out, leave_out_code
+from diffquant.quantization.foreign_code import describe_removed_code, remove_code_entries
 from diffquant.quantization.plan import QuantizationPlan
 from diffquant.quantization.targets import Motif3Experts
 from diffquant.recipe.numbers.formats import format_named
@@ -54,7 +54,7 @@ def quantized_card(
         ("values before P·V", recipe.pv),
     )
     lines = [
-        front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
+        format_front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
         f"Made from {markdown_code(name)} ({markdown_text(model_type)}) by diffquant, after training.\n",
         "| target | scheme |",
@@ -66,7 +66,7 @@ def quantized_card(
         *(f"| {what} | {scheme} |" for what, scheme in operands if scheme.quantizes),
         *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
-        f"Tensors take {plan.size}.",
+        f"Tensors take {plan.size_text}.",
         *(
             [f"\n{again[:1].upper()}{again[1:]}."]
             if plan.schemes and (again := plan.checkpoint.requantization_warning)
@@ -115,7 +115,9 @@ def _tags(plan: QuantizationPlan, is_differential: bool) -> list[str]:
 
 def _own_formats(plan: QuantizationPlan) -> list[str]:
     """Return the names of the plan's number formats that compressed-tensors does not support."""
-    return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.in_compressed_tensors})
+    return sorted(
+        {scheme.format.name for scheme in plan.schemes.values() if not scheme.format.is_in_compressed_tensors}
+    )
 
 
 def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
@@ -124,7 +126,9 @@ def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
     It does so if scales have 8 bits. Products with activations of another dtype then fail.
     """
     formats = {scheme.format for scheme in plan.schemes.values()}
-    return any(each.in_compressed_tensors and each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats)
+    return any(
+        each.is_in_compressed_tensors and each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats
+    )
 
 
 def converted_card(
@@ -146,7 +150,7 @@ def converted_card(
     name, tags = checkpoint.name, ["diffquant", *([FAMILY] if is_differential else [])]
     return "\n".join(
         [
-            front_matter("transformers", tags, checkpoint.front_matter),
+            format_front_matter("transformers", tags, checkpoint.front_matter),
             f"# {markdown_text(name)}, {kind}\n",
             f"Converted from {markdown_code(name)} ({markdown_text(source_type)}) by diffquant. {what}\n",
             *_left_out(left_out),
@@ -239,10 +243,10 @@ def write_descriptions(
     recorded = plan.recipe.to_config()
     if plan.run_dtype is not None:
         recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
-    if not plan.schemes and plan.checkpoint.rounded_as:
+    if not plan.schemes and plan.checkpoint.earlier_format:
         # Lets a command that rounds these weights again warn about it.
-        recorded["rounded_as"] = plan.checkpoint.rounded_as
-    config, left_out = leave_out_code(folder, plan.checkpoint.written_config | {"diffquant_config": recorded})
+        recorded["rounded_as"] = plan.checkpoint.earlier_format
+    config, left_out = remove_code_entries(folder, plan.checkpoint.output_config | {"diffquant_config": recorded})
     adapter = source.adapter if isinstance(source, Source) else None
     if adapter is not None:
         config = config_for_engines(config, adapter)
@@ -271,7 +275,7 @@ def write_descriptions(
     is_differential = isinstance(source, Source) and source.spec.maps > 1
     card = quantized_card(plan, errors, bool(code), replaced, is_differential, left_out)
     write_atomically(folder / "README.md", card)
-    return describe_left_out([*left_out, *replaced], folder)
+    return describe_removed_code([*left_out, *replaced], folder)
 
 
 def _account(
@@ -284,7 +288,7 @@ def _account(
         "recipe": plan.recipe.to_dict(),
         **({"rules": plan.rules.to_dict()} if plan.rules else {}),
         "bytes": plan.bytes_after,
-        "weights": plan.weights,
+        "weights": plan.weight_count,
         "packed_bits": round(plan.packed_bits, 4),
         "source": {
             "bytes": plan.bytes_before,
@@ -293,7 +297,7 @@ def _account(
         **FileDigests({name: record["digest"] for name, record in records.items()}).to_dict(),
         "tensors": {
             tensor.name: {
-                **tensor.scheme.format.account(),
+                **tensor.scheme.format.record_fields(),
                 "granularity": tensor.scheme.granularity_text,
                 "stored_bytes": tensor.stored_bytes,
                 "stored_bits": round(tensor.stored_bits, 4),

@@ -27,12 +27,12 @@ _OUTPUT = ".self_attn.o_proj."
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def modelling_file(model_type: str) -> str:
+def make_modelling_text(model_type: str) -> str:
     """Return the modelling file's text for a model_type, which transformers requires as a class attribute."""
     return _source().replace(_MODEL_TYPE, f"MODEL_TYPE = {json.dumps(model_type)}")
 
 
-def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
+def can_use_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
     """Return whether the modelling file can run a folder's model: any that `DiffTransformer` runs, except Llamas.
 
     The modelling file has `DiffTransformer`'s parameter names, except that of the output projection.
@@ -41,13 +41,13 @@ def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
     return is_ours and adapter.renames.keys() <= {_OUTPUT}
 
 
-def is_engine_model(config: Mapping[str, Any], adapter: Adapter) -> bool:
+def can_engines_run(config: Mapping[str, Any], adapter: Adapter) -> bool:
     """Return whether engines can run a folder's model: a Llama, or a model that the modelling file can run."""
     is_llama = type(adapter.architecture) is TransformerArchitecture and config["model_type"] == "llama"
-    return is_llama or carries_modelling_file(config, adapter)
+    return is_llama or can_use_modelling_file(config, adapter)
 
 
-def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
+def require_vllm_support(config: Mapping[str, Any], adapter: Adapter) -> None:
     """Check that the vLLM plugin can serve a folder's model.
 
     The plugin implements the layers of DIFF models and plain Transformers, of Phi-4-mini-flash and of Motif-3.
@@ -63,7 +63,7 @@ def require_served(config: Mapping[str, Any], adapter: Adapter) -> None:
         )
 
 
-def require_angles(rope: Mapping[str, Any], style: str) -> None:
+def require_vllm_rope(rope: Mapping[str, Any], style: str) -> None:
     """Check that vLLM implements a model's rotary embeddings.
 
     Args:
@@ -96,7 +96,7 @@ def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str,
     written = {"rope_theta": architecture.rope_parameters["rope_theta"]} | dict(config)
     if config["model_type"] == "llama":
         return {"architectures": ["LlamaForCausalLM"]} | written
-    if not carries_modelling_file(config, adapter):
+    if not can_use_modelling_file(config, adapter):
         return written
     return written | {
         "architectures": ["DiffForCausalLM"],
@@ -118,12 +118,12 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
         CheckpointError: the modelling file cannot run the model, and the source has a file with its name.
     """
     place = folder / MODELLING_FILE
-    if adapter is None or not carries_modelling_file(config, adapter):
+    if adapter is None or not can_use_modelling_file(config, adapter):
         if place.exists():
             raise CheckpointError(f"the source has {MODELLING_FILE}, a name that diffquant needs: rename that file")
         return {}
     remove_code_files(folder)
-    text = modelling_file(config["model_type"])
+    text = make_modelling_text(config["model_type"])
     write_atomically(place, text)
     return {MODELLING_FILE: hashlib.sha256(text.encode()).hexdigest()}
 

@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoints.side_files import leads_inside
+from diffquant.checkpoints.side_files import is_inside_after_links
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
 from diffquant.quantization.engine_folder import (
     AUTO_MAP,
     MODELLING_FILE,
-    carries_modelling_file,
+    can_use_modelling_file,
     config_for_engines,
-    modelling_file,
+    make_modelling_text,
 )
 from diffquant.support.files import write_atomically
 from diffquant.support.names import first_few, option_name
@@ -40,7 +40,7 @@ _PICKLES = (".bin", ".pt", ".pt2", ".ckpt", ".pkl", ".pickle")
 _CONFIG = "config.json"
 
 
-def leave_out_code(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def remove_code_entries(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Remove entries that name code from the JSON files of an output folder.
 
     A file that cannot be parsed is deleted, since another parser may accept it.
@@ -67,7 +67,7 @@ def leave_out_code(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, A
     return kept, left_out
 
 
-def check_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None) -> None:
+def check_no_foreign_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None) -> None:
     """Check that a folder that engines will trust contains and names no code except diffquant's modelling file.
 
     The modelling file must be able to run the model and be identical to this version's, byte for byte. Configurations
@@ -77,7 +77,7 @@ def check_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None)
         CheckpointError: one of these does not hold.
     """
     instead = f"leave out {option_name('implementation', 'folder')}"
-    if adapter is None or not carries_modelling_file(config, adapter):
+    if adapter is None or not can_use_modelling_file(config, adapter):
         raise CheckpointError(
             f"{folder} has model_type {config.get('model_type')!r}, and diffquant has no modelling file for that: "
             f"{instead}"
@@ -93,7 +93,7 @@ def check_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None)
     method = (config.get("quantization_config") or {}).get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
         problems.append(f"quant_method {json.dumps(method)} of {_CONFIG}")
-    code = modelling_file(config["model_type"]).encode()
+    code = make_modelling_text(config["model_type"]).encode()
     for path in _entries(folder):
         problems += [f"{path.relative_to(folder)}{problem}" for problem in _find_problems(folder, path, code)]
     if problems:
@@ -107,7 +107,7 @@ def check_code(folder: Path, config: Mapping[str, Any], adapter: Adapter | None)
 def _find_problems(folder: Path, path: Path, code: bytes) -> Iterator[str]:
     """Yield the problems of a file or link in a trusted folder, as messages to append to its name."""
     name = path.name.casefold()
-    if path.is_symlink() and not leads_inside(folder, path):
+    if path.is_symlink() and not is_inside_after_links(folder, path):
         yield ", a link out of the folder"
     elif not path.is_file():
         yield ", which is not a regular file"
@@ -185,7 +185,7 @@ def _keys(found: list[tuple[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for key, value in found if (key, value) != ("auto_map", AUTO_MAP)))
 
 
-def describe_left_out(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
+def describe_removed_code(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
     """Return messages about code of the source that was left out, and whether the tokenizer needs it.
 
     Args:

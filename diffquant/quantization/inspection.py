@@ -18,14 +18,14 @@ from diffquant.family.spec import DiffSpec
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import TARGETS
-from diffquant.reports.tables import bytes_at_16_bits, megabytes, stored_bits
-from diffquant.support.terminal import Readable, one_line
+from diffquant.reports.tables import bytes_at_16_bits, format_size, stored_bits_per_weight
+from diffquant.support.terminal import PrintableResult, one_line
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
 
 @dataclass(frozen=True, repr=False)
-class Inspection(Readable):
+class Inspection(PrintableResult):
     """Summary of a checkpoint.
 
     Attributes:
@@ -56,12 +56,13 @@ class Inspection(Readable):
     rounded: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"recipe": self.recipe.to_dict(), "generation": self.spec.generation}
+        return asdict(self) | {"recipe": self.recipe.to_dict(), "generation": self.spec.attention_name}
 
     def __str__(self) -> str:
         spec = self.spec
         lines = [
-            f"{one_line(self.path)}: {spec.generation} ({self.model_type}), {self.parameters / 1e6:.1f} M parameters",
+            f"{one_line(self.path)}: {spec.attention_name} ({self.model_type}), {self.parameters / 1e6:.1f} M "
+            f"parameters",
             f"{self.layers} layers, hidden {self.hidden_size}, {_head_counts(spec)}",
             f"RoPE {spec.rope}, post-norm {spec.post_norm}",
         ]
@@ -74,7 +75,7 @@ class Inspection(Readable):
         if spec.lam == "exp":
             where = "by layer" if len(self.kinds) == 1 else "of the layers with attention"
             lines.append(f"λ {where}: " + " ".join(f"{value:.3f}" for value in self.lam))
-        if spec.gates:
+        if spec.gate_count:
             projections = " ".join(f"{value:.3g}" for value in self.lam)
             kind = "λ" if spec.lam == "sigmoid" else "a gate for each map"
             lines.append(f"{kind} per token and pair: sigmoid of a projection; weight RMS by layer: {projections}")
@@ -91,13 +92,13 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
         CheckpointError: the checkpoint is damaged, incomplete or of an unsupported kind.
     """
     source = open_source(path)
-    parameters = source.weights
+    parameters = source.weight_count
     plans = {} if source.packed else _plans(source)
     return Inspection(
         path=str(source.path),
         model_type=source.model_type,
         spec=source.spec,
-        layers=source.layers,
+        layers=source.layer_count,
         kinds=dict(Counter(source.architecture.layer_kinds)),
         hidden_size=source.architecture.hidden_size,
         parameters=parameters,
@@ -115,7 +116,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
 
 
 @dataclass(frozen=True, repr=False)
-class WeightInspection(Readable):
+class WeightInspection(PrintableResult):
     """Summary of a checkpoint of unknown architecture, from the names and shapes of its tensors.
 
     Attributes:
@@ -168,7 +169,7 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
     """
     source = open_weights(path)
     tensors = source.checkpoint.tensors
-    chosen = [tensors[source.weights[module]] for module in source.linears]
+    chosen = [tensors[source.packable_weights[module]] for module in source.linears]
     plans = _plans(source) if chosen and not source.packed else {}
     parameters = sum(torch.Size(info.shape).numel() for info in tensors.values())
     return WeightInspection(
@@ -192,7 +193,7 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
 def _size_line(scheme: str, sizes: Mapping[str, int | None], packed_bits: Mapping[str, float]) -> str:
     """Return a line with the checkpoint's size under a scheme and the stored bits per packed weight."""
     size, bits = sizes[scheme], packed_bits.get(scheme)
-    text = megabytes(size) if size else "does not fit these weights"
+    text = format_size(size) if size else "does not fit these weights"
     return f"{scheme:>9}: {text}" + (f", packed weights {bits:.2f} stored bits each" if bits else "")
 
 
@@ -233,13 +234,15 @@ def _stored_packed_bits(source: Source) -> dict[str, float]:
         for suffix in packed_shapes(shape, source.packed[module])
     )
     weights = sum(torch.Size(shape).numel() for shape in packed.values())
-    return {"as it is": stored_bits(nbytes, weights)}
+    return {"as it is": stored_bits_per_weight(nbytes, weights)}
 
 
 def _head_counts(spec: DiffSpec) -> str:
     what = "pairs" if spec.maps == 2 else "heads"
     noises = f" ({spec.signals_per_noise} to a noise head)" if spec.signals_per_noise > 1 else ""
-    return f"{spec.pairs} {what}{noises} over {spec.kv_pairs} KV {what}, width {spec.head_dim}, values {spec.value_dim}"
+    stored = what if spec.kv_pairs > 1 else what.removesuffix("s")
+    widths = f"width {spec.head_dim}, values {spec.value_dim}"
+    return f"{spec.pairs} {what}{noises} over {spec.kv_pairs} KV {stored}, {widths}"
 
 
 def _scheme_list(recipe: Recipe) -> str:

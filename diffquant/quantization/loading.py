@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.building import Rewrite, build_model, keep_unchanged, make_memory_source
-from diffquant.checkpoints.cache_scales import stored_ranges
-from diffquant.checkpoints.places import DeviceMap, Places
+from diffquant.checkpoints.cache_scales import read_stored_ranges
+from diffquant.checkpoints.places import DeviceMap, OffloadPlan
 from diffquant.checkpoints.ranges import read_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
@@ -22,7 +22,7 @@ from diffquant.quantization.targets import find_packable_modules, unpacked_dtype
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.devices import as_dtype, resolve_device
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 
 # Packages whose result versions determine what a loaded model computes.
 MODEL_MODULES = (
@@ -42,7 +42,7 @@ def load(
     device: str = "auto",
     packed: bool | None = None,
     scales: Path | str | None = None,
-    device_map: DeviceMap | Places | None = None,
+    device_map: DeviceMap | OffloadPlan | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: Path | str | None = None,
 ) -> CausalModel:
@@ -69,8 +69,8 @@ def load(
         scales: file of ranges calibrated on this checkpoint, for static schemes. They replace ranges of the cache that
             the checkpoint may contain.
         device_map: devices for a model that is larger than one device: "auto", or a mapping from module names to
-            devices, "cpu" or "disk", as in accelerate and transformers; or a `Places`, which also contains the next
-            two arguments. Weights are dequantized then.
+            devices, "cpu" or "disk", as in accelerate and transformers; or an `OffloadPlan`, which also contains the
+            next two arguments. Weights are dequantized then.
         max_memory: maximum bytes per device under "auto", such as {0: "20GB", "cpu": "60GB"}; no limit by default.
         offload_folder: folder for weights offloaded to disk, which must exist as long as the model.
 
@@ -80,18 +80,18 @@ def load(
             unknown rounding; there is no such device; or a device map omits parts of the model or is combined with a
             device.
     """
-    if not isinstance(device_map, Places):
-        device_map = Places.of(device, device_map, offload_folder, max_memory)
+    if not isinstance(device_map, OffloadPlan):
+        device_map = OffloadPlan.of(device, device_map, offload_folder, max_memory)
     if device_map is not None and packed:
         raise UsageError("packed weights cannot be spread over devices; leave out packed, or device_map")
     device = resolve_device(device)
     source = open_source(path)
     recipe = None if recipe is None else Recipe.parse(recipe)
-    recipe, schemes = recipe_of_run(source, recipe)
-    ranges = stored_ranges(source.checkpoint, source.adapter)
+    recipe, schemes = resolve_recipe(source, recipe)
+    ranges = read_stored_ranges(source.checkpoint, source.adapter)
     if scales:
         calibrated = read_ranges(Path(scales), source)
-        calibrated.check(recipe)
+        calibrated.check_recipe(recipe)
         ranges |= calibrated.tensors
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else keep_unchanged
     model = build_model(source, as_dtype(dtype, device), device, packed, rewrite, device_map)
@@ -108,7 +108,7 @@ def _quantized_linears(source: Source, packed: Collection[str]) -> dict[str, str
     adapter, targets = source.adapter, find_packable_modules(source)
     names = {name.removesuffix(".weight"): adapter.source_name(name) for name in source.architecture.parameters}
     stored = {name: of_weight.removesuffix(".weight") for name, of_weight in names.items()}
-    return {name: module for name, module in stored.items() if module in packed and targets.rounds_input(module)}
+    return {name: module for name, module in stored.items() if module in packed and targets.has_rounded_input(module)}
 
 
 def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
@@ -118,9 +118,9 @@ def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
         UsageError: the recipe does not fit the checkpoint.
         CheckpointError: the checkpoint changed since it was opened.
     """
-    recipe, schemes = recipe_of_run(source, recipe)
+    recipe, schemes = resolve_recipe(source, recipe)
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else keep_unchanged
-    model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True, whole=schemes)
+    model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True, unsplit_modules=schemes)
     model.model.recipe = recipe
     model.apply_recipe(recipe)
     return model
@@ -147,7 +147,7 @@ def quantize_model(model: CausalModel, recipe: RecipeLike) -> CausalModel:
 
 def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
     """Return a function that replaces each parameter by the values that `quantize` would store."""
-    rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, silent)
+    rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, report_nothing)
 
     unpacked, magnitudes = unpacked_dtypes(source), Magnitudes(source.checkpoint, schemes)
 
@@ -168,11 +168,11 @@ def check_loadable(source: Source, recipes: Iterable[Recipe]) -> None:
         DiffQuantError: `load` would raise it, or the tokenizer cannot be read.
     """
     for recipe in recipes:
-        recipe_of_run(source, recipe)
+        resolve_recipe(source, recipe)
     _ = source.tokenizer
 
 
-def recipe_of_run(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[str, Scheme]]:
+def resolve_recipe(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[str, Scheme]]:
     """Return the recipe that a model runs under, and by module the scheme of each weight that loading rounds.
 
     Args:

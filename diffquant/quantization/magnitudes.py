@@ -20,7 +20,7 @@ class Magnitudes:
     """Computes, on demand, the largest magnitude over a weight and the weights that engines fuse with it."""
 
     def __init__(self, checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
-        """Prepare without reading weights, which `of` does.
+        """Prepare without reading weights, which `largest_magnitude` does.
 
         Args:
             checkpoint: checkpoint with 16-bit weights.
@@ -30,7 +30,7 @@ class Magnitudes:
         self._guard = threading.Lock()
         self._found: dict[tuple[str, ...], Tensor] = {}
 
-    def of(self, name: str) -> Tensor:
+    def largest_magnitude(self, name: str) -> Tensor:
         """Return the largest magnitude [1], float32, over the named weight and those that share its tensor scale."""
         joined = self._joined_with(name)
         with self._guard:
@@ -52,7 +52,7 @@ class Magnitudes:
         shape = self._checkpoint.tensors[name].shape
         largest = torch.zeros((), dtype=torch.float32)
         for first, last in row_blocks(math.prod(shape[:-1]), shape[-1]):
-            largest = torch.maximum(largest, self._checkpoint.matrix_rows(name, first, last).abs().amax().float())
+            largest = torch.maximum(largest, self._checkpoint.read_matrix_rows(name, first, last).abs().amax().float())
         return largest if len(shape) == 2 else _round_up(largest, self._schemes[name.removesuffix(".weight")])
 
 

@@ -18,21 +18,21 @@ from diffquant.quantization.checks import checked_schemes
 from diffquant.quantization.targets import (
     EMBEDDING,
     Motif3Experts,
-    Part,
+    RowRange,
     as_motif3_experts,
+    as_whole_part,
     find_packable_modules,
     split_experts,
     unpacked_dtypes,
-    whole,
 )
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats.integer import BYTES
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.reports.tables import align_columns, compare_size, megabytes, stored_bits
+from diffquant.reports.tables import align_columns, compare_size, format_size, stored_bits_per_weight
 from diffquant.support.names import find_duplicates, first_few, option_name
 
 # (module, shape of its weight) -> the modules that it is packed as.
-Parted = Callable[[str, tuple[int, ...]], tuple[Part, ...]]
+Parted = Callable[[str, tuple[int, ...]], tuple[RowRange, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PlannedTensor:
     info: TensorInfo
     scheme: Scheme
     outputs: tuple[OutputTensor, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RowRange, ...] = ()
     inputs: Scheme = FULL
 
     @property
@@ -70,7 +70,7 @@ class PlannedTensor:
     @property
     def stored_bits(self) -> float:
         """Stored bits per weight, scales included."""
-        return stored_bits(self.stored_bytes, self.elements)
+        return stored_bits_per_weight(self.stored_bytes, self.elements)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class QuantizationPlan:
         return sum(tensor.stored_bytes for tensor in self.tensors) + 4 * len(self.cache_scales)
 
     @property
-    def weights(self) -> int:
+    def weight_count(self) -> int:
         """Number of weights of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
@@ -150,23 +150,23 @@ class QuantizationPlan:
     def packed_bits(self) -> float:
         """Mean stored bits per packed weight, or per weight if none is packed."""
         packed = self.packed or self.tensors
-        return stored_bits(sum(t.stored_bytes for t in packed), sum(t.elements for t in packed))
+        return stored_bits_per_weight(sum(t.stored_bytes for t in packed), sum(t.elements for t in packed))
 
     @property
-    def size(self) -> str:
+    def size_text(self) -> str:
         """The size of all tensors, compared with the source's, as text."""
-        return compare_size(self.bytes_after, self.bytes_before, self.weights)
+        return compare_size(self.bytes_after, self.bytes_before, self.weight_count)
 
     def table(self) -> str:
         """Return a table of the tensors, with one line for equal tensors of all layers, and the total size."""
         lines = []
         for (name, shape, scheme, inputs), alike in self._alike_tensors().items():
-            size = megabytes(sum(tensor.stored_bytes for tensor in alike))
+            size = format_size(sum(tensor.stored_bytes for tensor in alike))
             said = f"{scheme}, inputs {inputs}" if inputs.quantizes else str(scheme)
             lines.append((name, str(len(alike)), str(list(shape)), said, f"{alike[0].stored_bits:.2f}", size))
         rows = align_columns(("tensor", "count", "shape", "scheme", "stored bits", "size"), lines)
         packed = f"; packed weights {self.packed_bits:.2f} stored bits each" if self.schemes else ""
-        return "\n".join([*rows, f"total {self.size}{packed}", *self.notes])
+        return "\n".join([*rows, f"total {self.size_text}{packed}", *self.notes])
 
     def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]]:
         groups: dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]] = {}
@@ -207,7 +207,7 @@ def plan_quantization(
     targets = find_packable_modules(source)
     packed = {name: schemes[module] for module, name in targets.weights.items() if module in schemes}
     inputs = {
-        targets.weights[module]: recipe.input_scheme(module) for module in schemes if targets.rounds_input(module)
+        targets.weights[module]: recipe.input_scheme(module) for module in schemes if targets.has_rounded_input(module)
     }
     # A recipe without low-bit weights copies all weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
@@ -221,7 +221,7 @@ def plan_quantization(
         if of_inputs.quantizes and scheme.format.name == BYTES.name:
             scheme = replace(scheme, format=BYTES)
         parts = parted(name.removesuffix(".weight"), info.shape)
-        outputs = [output for part in parts for output in part.outputs(scheme, written)]
+        outputs = [output for part in parts for output in part.output_tensors(scheme, written)]
         if of_inputs.format.spans_tensor:
             outputs += [OutputTensor(part.module + INPUT_GLOBAL, torch.float32, (1,)) for part in parts]
         return PlannedTensor(name, info, scheme, tuple(outputs), parts, of_inputs)
@@ -244,7 +244,7 @@ def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -
         if all(scheme.format.name == "nvfp4" and len(shapes[name].shape) > 2 for name, scheme in packed.items()):
             return as_motif3_experts
     # diffquant's models read stacked experts as stored.
-    return whole if has_adapter(source.checkpoint.config) else split_experts
+    return as_whole_part if has_adapter(source.checkpoint.config) else split_experts
 
 
 def _misread_experts(plan: QuantizationPlan) -> list[str]:
@@ -264,7 +264,7 @@ def _misread_experts(plan: QuantizationPlan) -> list[str]:
 
 def _unserved_groups(plan: QuantizationPlan) -> list[str]:
     """Return a note if vLLM has no kernel for 8-bit weights whose inputs are rounded, else an empty list."""
-    if not any(tensor.scheme.format is BYTES and tensor.scheme.size for tensor in plan.tensors):
+    if not any(tensor.scheme.format is BYTES and tensor.scheme.granularity_size for tensor in plan.tensors):
         return []
     return [
         f"vLLM multiplies rounded activations by 8-bit weights only if these have one scale per output channel or "
@@ -275,7 +275,7 @@ def _unserved_groups(plan: QuantizationPlan) -> list[str]:
 def _linears(source: Source | WeightSource) -> tuple[str, ...]:
     """Return the names of all modules that may be Linears in the loading library."""
     if isinstance(source, WeightSource):
-        modules = source.matrices()
+        modules = source.list_possible_linears()
     else:
         modules = [module for module, name in find_packable_modules(source).weights.items() if name != module]
     # A tied head has no weight in the checkpoint, but it is still a module of the loaded model.

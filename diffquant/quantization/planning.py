@@ -10,23 +10,23 @@ import torch
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.model.windowed_cache import create_storage
-from diffquant.quantization.loading import recipe_of_run
+from diffquant.quantization.loading import resolve_recipe
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.quantization.roundings import rounding_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
-from diffquant.reports.tables import megabytes
-from diffquant.support.devices import measure_seconds_per_product, time_fastest
+from diffquant.reports.tables import format_size
+from diffquant.support.devices import measure_seconds_per_weight, time_fastest
 from diffquant.support.machine import cores
-from diffquant.support.progress import silent
-from diffquant.support.terminal import Readable, one_line
+from diffquant.support.progress import report_nothing
+from diffquant.support.terminal import PrintableResult, one_line
 
 # Bytes per entry of vocabulary logits and of recurrent states, which are float32.
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryPlan(Readable):
+class MemoryPlan(PrintableResult):
     """Bytes that a model needs while it generates.
 
     Attributes:
@@ -85,11 +85,11 @@ class MemoryPlan(Readable):
         return "\n".join(
             [
                 f"{what}: {one_line(self.model)}",
-                f"  takes    {megabytes(self.peak):>12}  of {megabytes(self.memory)}, {self.where}",
-                f"  weights  {megabytes(self.weights):>12}  {self.recipe.weights}{self._inputs}",
-                f"  cache    {megabytes(self.cache):>12}  k {self.recipe.k}, v {self.recipe.v}; "
+                f"  takes    {format_size(self.peak):>12}  of {format_size(self.memory)}, {self.where}",
+                f"  weights  {format_size(self.weights):>12}  {self.recipe.weights}{self._inputs}",
+                f"  cache    {format_size(self.cache):>12}  k {self.recipe.k}, v {self.recipe.v}; "
                 f"{self.batch} x {self.context:,} tokens",
-                f"  work     {megabytes(self.work):>12}  one layer dequantized, and logits",
+                f"  work     {format_size(self.work):>12}  one layer dequantized, and logits",
                 f"with {self.batch} {'sequence' if self.batch == 1 else 'sequences'}, {longest}{beyond}",
             ]
         )
@@ -109,7 +109,7 @@ def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int,
         DiffQuantError: the recipe does not fit the checkpoint.
     """
     if source.packed:
-        recipe, _ = recipe_of_run(source, recipe)
+        recipe, _ = resolve_recipe(source, recipe)
         weights = source.checkpoint.nbytes
     else:
         plan = plan_quantization(source, recipe or Recipe())
@@ -134,7 +134,7 @@ def _cache_bytes(source: Source, recipe: Recipe, tokens: int, batch: int) -> int
     """Return the bytes of all layers' KV cache after this many tokens, and of recurrent states."""
     architecture, total = source.architecture, 0
     alike: dict[Any, int] = {}
-    for layer, rows in architecture.token_rows.items():
+    for layer, rows in architecture.cached_shapes.items():
         kind = (rows, recipe.at_layer(layer))
         key = repr(kind)
         if key not in alike:
@@ -147,7 +147,10 @@ def _cache_bytes(source: Source, recipe: Recipe, tokens: int, batch: int) -> int
             alike[key] = storage.nbytes
         total += alike[key]
     states = (
-        block.stored for blocks in architecture.layers for block in blocks.values() if isinstance(block.stored, tuple)
+        block.cached_shapes
+        for blocks in architecture.layers
+        for block in blocks.values()
+        if isinstance(block.cached_shapes, tuple)
     )
     return total + sum(_FLOAT32 * batch * math.prod(shape) for shapes in states for shape in shapes)
 
@@ -159,7 +162,7 @@ def _states(shape: tuple[int, int], tokens: int, batch: int, dtype: torch.dtype)
 
 def _work_bytes(source: Source, tokens: int, batch: int) -> int:
     """Return the bytes of the largest layer's dequantized keys and values, and of a step's vocabulary logits."""
-    rows = source.architecture.token_rows.values()
+    rows = source.architecture.cached_shapes.values()
     entries = max((math.prod(each.keys) + math.prod(each.values) for each in rows), default=0)
     return batch * (tokens * entries * source.dtype.itemsize + source.architecture.vocab_size * _FLOAT32)
 
@@ -182,10 +185,10 @@ def estimate_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> f
             by_scheme[tensor.scheme] = by_scheme.get(tensor.scheme, 0) + tensor.elements
     weights = sum(by_scheme.values())
     if rounding.needs_text:
-        return measure_seconds_per_product() * rounding.work * weights * rounding.tokens(settings)
-    round_rows = rounding.prepare(source, plan.schemes, settings, silent).round
+        return measure_seconds_per_weight() * rounding.work * weights * rounding.count_tokens(settings)
+    round_rows = rounding.prepare(source, plan.schemes, settings, report_nothing).round
     total = 0.0
     for scheme, elements in by_scheme.items():
-        values = torch.randn(_ROWS, 8 * (scheme.size or _WIDTH // 8))
+        values = torch.randn(_ROWS, 8 * (scheme.granularity_size or _WIDTH // 8))
         total += elements * time_fastest(partial(round_rows, "", values, scheme, torch.bfloat16)) / values.numel()
     return total / cores()

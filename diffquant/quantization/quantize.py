@@ -11,17 +11,25 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
-from diffquant.checkpoints.cache_scales import has_engine_format, scales_of
+from diffquant.checkpoints.cache_scales import can_engines_use_cache, compute_scales
 from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL, SCALE, decode_codes, pack_rows
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.reader import Checkpoint
-from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, make_copy_job, write_shards
+from diffquant.checkpoints.row_stream import (
+    ConversionJob,
+    RowBlock,
+    Shard,
+    check_rows_finite,
+    checkpoint_key,
+    make_copy_job,
+    write_shards,
+)
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import UsageError
 from diffquant.quantization.descriptions import write_descriptions
-from diffquant.quantization.engine_folder import is_engine_model
+from diffquant.quantization.engine_folder import can_engines_run
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
@@ -32,17 +40,17 @@ from diffquant.reports.tables import compare_size
 from diffquant.support.devices import as_dtype
 from diffquant.support.installation import versions
 from diffquant.support.progress import Progress, progress_for
-from diffquant.support.terminal import Readable, one_line
+from diffquant.support.terminal import PrintableResult, one_line
 
 
-class Calibrate(Protocol):
+class CalibrateFunction(Protocol):
     """Type of a function that calibrates the ranges of a checkpoint's keys and values."""
 
     def __call__(self, path: Source, *, progress: Progress) -> Ranges: ...
 
 
 @dataclass(frozen=True)
-class TensorError:
+class TensorErrorRecord:
     """Relative RMS error of a packed weight: RMS of the error divided by RMS of the weight.
 
     Attributes:
@@ -57,7 +65,7 @@ class TensorError:
 
 
 @dataclass(frozen=True, repr=False)
-class Quantization(Readable):
+class QuantizationResult(PrintableResult):
     """The outcome of `quantize`.
 
     Attributes:
@@ -80,7 +88,7 @@ class Quantization(Readable):
     packed_bits: float
     seconds: float
     resumed: int
-    errors: tuple[TensorError, ...]
+    errors: tuple[TensorErrorRecord, ...]
     rounding: str
     notes: tuple[str, ...] = ()
 
@@ -109,9 +117,9 @@ def quantize(
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
     on_plan: Callable[[QuantizationPlan], None] | None = None,
-    calibrate: Calibrate | None = None,
+    calibrate: CalibrateFunction | None = None,
     progress: Progress | None = None,
-) -> Quantization:
+) -> QuantizationResult:
     """Write a quantized copy of a checkpoint.
 
     Args:
@@ -163,34 +171,34 @@ def quantize(
         errors = _errors(plan, records)
         left_out = write_descriptions(plan, opened, rounded, records, errors, staging.folder)
     by_error = sorted(plan.packed, key=lambda tensor: -errors[tensor.name])
-    return Quantization(
+    return QuantizationResult(
         destination,
         plan.bytes_before,
         plan.bytes_after,
-        plan.weights,
+        plan.weight_count,
         plan.packed_bits,
         time.monotonic() - started,
         staging.resumed,
-        tuple(TensorError(tensor.name, tensor.scheme, errors[tensor.name]) for tensor in by_error),
+        tuple(TensorErrorRecord(tensor.name, tensor.scheme, errors[tensor.name]) for tensor in by_error),
         recipe.rounding.name,
         (*plan.notes, *left_out),
     )
 
 
 def _with_cache_scales(
-    plan: QuantizationPlan, source: Source | WeightSource, calibrate: Calibrate | None, progress: Progress
+    plan: QuantizationPlan, source: Source | WeightSource, calibrate: CalibrateFunction | None, progress: Progress
 ) -> QuantizationPlan:
     """Return the plan with scales of the cache if engines can have it, or with a note if another one of e4m3 could."""
     if calibrate is None or not isinstance(source, Source):
         return plan
-    if not has_engine_format(plan.recipe) or not is_engine_model(source.checkpoint.config, source.adapter):
+    if not can_engines_use_cache(plan.recipe) or not can_engines_run(source.checkpoint.config, source.adapter):
         asked = {scheme.format.name for target in ("k", "v") for scheme in plan.recipe.schemes_of(target)}
         return replace(plan, notes=(*plan.notes, _ONLY_HERE)) if "e4m3" in asked else plan
     try:
         ranges = calibrate(source, progress=progress)
     except UsageError as error:
         return replace(plan, notes=(*plan.notes, f"no scales of the cache are stored: {error}"))
-    return replace(plan, cache_scales=scales_of(source.adapter, ranges.tensors))
+    return replace(plan, cache_scales=compute_scales(source.adapter, ranges.tensors))
 
 
 _ONLY_HERE = (
@@ -201,7 +209,7 @@ _ONLY_HERE = (
 
 def make_pack_job(
     checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder, magnitudes: Magnitudes | None = None
-) -> Job:
+) -> ConversionJob:
     """Return the job that computes a weight's codes and scales, a block of rows at a time.
 
     Args:
@@ -211,28 +219,28 @@ def make_pack_job(
     """
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
-    tile, rows_each = scheme.sharing.tile or 1, height // len(tensor.parts)
+    tile, rows_each = scheme.sharing.block_size or 1, height // len(tensor.parts)
 
     def read(first: int, last: int) -> Tensor:
-        return checkpoint.matrix_rows(tensor.name, first, last)
+        return checkpoint.read_matrix_rows(tensor.name, first, last)
 
     dtype = scheme.format.scale_dtype(checkpoint.output_dtype(tensor.name))
     rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype, magnitudes)
 
-    def make(first: int, last: int) -> Block:
+    def make(first: int, last: int) -> RowBlock:
         rows = read(first, last)
         values = rows.float()
         total = _sum_of_squares(values)
         if not math.isfinite(total):
-            check_rows(rows, tensor.name, first)
-        codes, scale = rounded.rows(first, values)
+            check_rows_finite(rows, tensor.name, first)
+        codes, scale = rounded.round_rows(first, values)
         rows_of = pack_rows(codes, scale, rounded.scheme)
         if first > 0 and scheme.sharing.spans_rows:
             del rows_of[SCALE]
         pieces: dict[str, tuple[int, Tensor]] = {}
         # All parts of a weight have the same number of rows.
         for part in tensor.parts[first // rows_each : -(-last // rows_each)]:
-            here, begins = part.within(first, last), part.first >= first
+            here, begins = part.rows_within(first, last), part.first >= first
             for suffix, data in rows_of.items():
                 # Rows of codes per row of scales.
                 per_row = tile if suffix == SCALE else 1
@@ -245,9 +253,9 @@ def make_pack_job(
                     pieces[part.module + INPUT_GLOBAL] = (0, torch.ones(1))
         # `values` of a float32 source is the memory-mapped file, so only the decoded tensor may be changed in place.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
-        return Block(pieces, error, total)
+        return RowBlock(pieces, error, total)
 
-    return Job(tensor.name, height, width, tensor.outputs, make, tile)
+    return ConversionJob(tensor.name, height, width, tensor.outputs, make, tile)
 
 
 def _sum_of_squares(values: Tensor) -> float:
@@ -262,7 +270,7 @@ def _sum_of_squares(values: Tensor) -> float:
 def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
     """Return the output files: each tensor stays in the file that it has in the source."""
     magnitudes = Magnitudes(plan.checkpoint, plan.schemes)
-    jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
+    jobs: dict[str, list[ConversionJob]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
         packs = tensor.scheme.quantizes
         may_mask = plan.rules is not None and plan.rules.may_be_mask(tensor.name, len(tensor.info.shape))
@@ -277,9 +285,9 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]
 
 
-def _scale_job(name: str, scale: float) -> Job:
-    block = Block({name: (0, torch.tensor([scale]))})
-    return Job(name, 1, 1, (OutputTensor(name, torch.float32, (1,)),), lambda *_: block)
+def _scale_job(name: str, scale: float) -> ConversionJob:
+    block = RowBlock({name: (0, torch.tensor([scale]))})
+    return ConversionJob(name, 1, 1, (OutputTensor(name, torch.float32, (1,)),), lambda *_: block)
 
 
 def _errors(plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

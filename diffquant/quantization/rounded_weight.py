@@ -47,7 +47,7 @@ class RoundedWeight:
         self._magnitude: Tensor | None = None
         self._bound: Scheme | None = None
 
-    def rows(self, first: int, values: Tensor) -> tuple[Tensor, Tensor]:
+    def round_rows(self, first: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes int8 [rows, in] and the stored scale of consecutive rows.
 
         Args:
@@ -59,7 +59,7 @@ class RoundedWeight:
             return codes[first : first + len(values)], scale[first : first + len(values)]
         if not self._scheme.sharing.spans_rows:
             return self._rounder.round(self._name, values, self.scheme, self._dtype)
-        scale = self._scheme.format.scale(self._largest(), 0, self._dtype)
+        scale = self._scheme.format.compute_scale(self._largest(), 0, self._dtype)
         return weight_codes(values, scale, self._scheme), scale
 
     @property
@@ -69,7 +69,9 @@ class RoundedWeight:
             return self._scheme
         if self._bound is None:
             known = self._magnitudes
-            self._bound = self._scheme.with_tensor_scale(self._largest() if known is None else known.of(self._name))
+            self._bound = self._scheme.with_tensor_scale(
+                self._largest() if known is None else known.largest_magnitude(self._name)
+            )
         return self._bound
 
     def _largest(self) -> Tensor:
@@ -117,9 +119,9 @@ def quantize_as_stored(
     rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype, magnitudes)
 
     def decode_rows(first: int, last: int) -> Tensor:
-        return decode_codes(*rounded.rows(first, rows[first:last].float()), scheme).to(weight.dtype)
+        return decode_codes(*rounded.round_rows(first, rows[first:last].float()), scheme).to(weight.dtype)
 
     # The last bits of matrix products depend on the number of rows and threads, so both are the same as in `quantize`.
-    blocks = row_blocks(len(rows), rows.shape[1], scheme.sharing.tile or 1)
+    blocks = row_blocks(len(rows), rows.shape[1], scheme.sharing.block_size or 1)
     with open_workers() as pool:
         return torch.cat(list(map_in_order(pool, decode_rows, blocks))).reshape(weight.shape)

@@ -22,7 +22,7 @@ from diffquant.checkpoints.corpora import Sources
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.tokens import max_length
 from diffquant.model.inputs import round_inputs
-from diffquant.model.walk import batches
+from diffquant.model.walk import split_into_batches
 from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress
@@ -35,7 +35,9 @@ _INPUTS, _WEIGHTS = Scheme.parse(8, "row", "activations"), Scheme.parse(8)
 
 
 @torch.no_grad()
-def find_factors(source: Source, text: Sources, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def find_smoothing_factors(
+    source: Source, text: Sources, progress: Progress
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Find the factors of each layer's norms, and of the product that `down_proj` reads, on a text.
 
     Returns:
@@ -49,23 +51,23 @@ def find_factors(source: Source, text: Sources, progress: Progress) -> tuple[dic
     window = min(_WINDOW, max_length(config, tokenizer))
     calibration = read_calibration(text, tokenizer, config, window, _TOKENS)
     model = build_model(source, torch.float32)
-    walk, glance = model.walk(window), model.walk(2)
-    states = [walk.embed(batch) for batch in batches(calibration.ids, _BATCH_TOKENS)]
+    runner, glance = model.new_layer_runner(window), model.new_layer_runner(2)
+    states = [runner.embed(batch) for batch in split_into_batches(calibration.ids, _BATCH_TOKENS)]
     glimpse = glance.embed(calibration.ids[:1, :2])
     factors: dict[str, Tensor] = {}
-    for number, layer in enumerate(walk.layers):
+    for number, layer in enumerate(runner.layers):
         groups, glimpse = group_by_input(glance, layer, glimpse)
         predecessors = {names[0]: before for names in groups if (before := _predecessor(names)) is not None}
         inputs: dict[str, list[Tensor]] = {name: [] for name in predecessors}
         for place, state in enumerate(states):
-            seen, states[place] = collect_inputs(walk, layer, list(inputs), state)
+            seen, states[place] = collect_inputs(runner, layer, list(inputs), state)
             for name, x in seen.items():
                 inputs[name].append(x)
         for names in (names for names in groups if names[0] in inputs):
             weights = [layer.get_submodule(name).weight for name in names]
             if (found := _search(torch.cat(inputs[names[0]]), weights)) is not None:
                 factors[f"model.layers.{number}.{predecessors[names[0]]}"] = found
-        progress(number + 1, len(walk.layers), "smoothing layers")
+        progress(number + 1, len(runner.layers), "smoothing layers")
     return factors, calibration.record
 
 

@@ -9,7 +9,14 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, pack_shared, packed_shapes, packed_types
+from diffquant.checkpoints.compressed_tensors import (
+    GLOBAL,
+    PACKED,
+    SCALE,
+    make_shape_and_scale,
+    packed_dtypes,
+    packed_shapes,
+)
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.checkpoints.writer import OutputTensor
@@ -44,7 +51,7 @@ class PackableModules:
         schemes = {module: _scheme_of(module, recipe, self.linears) for module in self.weights}
         return {module: scheme for module, scheme in schemes.items() if scheme.quantizes}
 
-    def rounds_input(self, module: str) -> bool:
+    def has_rounded_input(self, module: str) -> bool:
         """Return whether a recipe's scheme of `activations` applies to a module with a quantized weight.
 
         It applies to Linears and the head, but not to λ and gate projections, which models compute in float32.
@@ -56,7 +63,7 @@ def find_packable_modules(source: Source | WeightSource) -> PackableModules:
     """Find the modules of a checkpoint whose weights can be packed, by its adapter or the rules of a `WeightSource`."""
     if isinstance(source, WeightSource):
         is_tied = bool(source.checkpoint.config.get("tie_word_embeddings"))
-        return PackableModules(source.weights, set(source.linears), is_tied)
+        return PackableModules(source.packable_weights, set(source.linears), is_tied)
     parameters = source.adapter.source_parameters
     weights = {name.removesuffix(".weight"): name for name, each in parameters.items() if each.packing != "never"}
     linears = {module for module, name in weights.items() if parameters[name].packing == "weights"}
@@ -108,7 +115,7 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 
 
 @dataclass(frozen=True)
-class Part:
+class RowRange:
     """A range of a weight's rows that is packed as one module.
 
     Attributes:
@@ -122,7 +129,7 @@ class Part:
     last: int
     shape: tuple[int, ...]
 
-    def within(self, first: int, last: int) -> slice:
+    def rows_within(self, first: int, last: int) -> slice:
         """Return the rows of this part that are in the weight's rows [first, last), as a slice relative to `first`."""
         return slice(max(self.first, first) - first, min(self.last, last) - first)
 
@@ -130,9 +137,9 @@ class Part:
         """Return the name of the module's tensor with a suffix of compressed-tensors, such as ".weight_packed"."""
         return self.module + suffix
 
-    def outputs(self, scheme: Scheme, dtype: torch.dtype) -> list[OutputTensor]:
+    def output_tensors(self, scheme: Scheme, dtype: torch.dtype) -> list[OutputTensor]:
         """Return the tensors to write for this part; `dtype` is the dtype that it would have if it were not packed."""
-        types = packed_types(scheme, dtype)
+        types = packed_dtypes(scheme, dtype)
         return [
             OutputTensor(self.name(suffix), types[suffix], shape)
             for suffix, shape in packed_shapes(self.shape, scheme).items()
@@ -144,10 +151,10 @@ class Part:
         Args:
             scheme: scheme that is bound to the weight's largest magnitude.
         """
-        return {self.name(suffix): data for suffix, data in pack_shared(self.shape, scheme).items()}
+        return {self.name(suffix): data for suffix, data in make_shape_and_scale(self.shape, scheme).items()}
 
 
-class Motif3Experts(Part):
+class Motif3Experts(RowRange):
     """Experts in NVFP4 in the layout of Motif-3's official release: codes, block scales, and one multiplier per expert.
 
     Source: MotifTechnologies' vLLM port, tools/motif_nvfp4_quantize_ckpt.py.
@@ -159,8 +166,8 @@ class Motif3Experts(Part):
     def name(self, suffix: str) -> str:
         return self.module + self._NAMES[suffix]
 
-    def outputs(self, scheme: Scheme, dtype: torch.dtype) -> list[OutputTensor]:
-        *rows, above = super().outputs(scheme, dtype)
+    def output_tensors(self, scheme: Scheme, dtype: torch.dtype) -> list[OutputTensor]:
+        *rows, above = super().output_tensors(scheme, dtype)
         return [*rows, OutputTensor(above.name, above.dtype, self.shape[:1])]
 
     def shared_tensors(self, scheme: Scheme) -> Mapping[str, Tensor]:
@@ -169,31 +176,31 @@ class Motif3Experts(Part):
         return {name: divisor.reciprocal().expand(self.shape[0]).contiguous()}
 
 
-def whole(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def as_whole_part(module: str, shape: tuple[int, ...]) -> tuple[RowRange, ...]:
     """Return a whole weight as the only part."""
-    return (Part(module, 0, math.prod(shape[:-1]), shape),)
+    return (RowRange(module, 0, math.prod(shape[:-1]), shape),)
 
 
-def as_motif3_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def as_motif3_experts(module: str, shape: tuple[int, ...]) -> tuple[RowRange, ...]:
     """Return stacked experts as the only part, in the layout of Motif-3's official release."""
     return (Motif3Experts(module, 0, math.prod(shape[:-1]), shape),)
 
 
-def split_experts(module: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def split_experts(module: str, shape: tuple[int, ...]) -> tuple[RowRange, ...]:
     """Split stacked experts [experts, out, in] into the Linears that other libraries expect; keep other weights whole.
 
     In transformers' fused experts, the rows of the gate projection precede those of the up projection.
     """
     named = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", module)
     if named is None or len(shape) != 3 or shape[1] % len(_PROJECTIONS[named[2]]):
-        return whole(module, shape)
+        return as_whole_part(module, shape)
     return tuple(_linears(named[1], shape, _PROJECTIONS[named[2]]))
 
 
-def _linears(stem: str, shape: tuple[int, ...], projections: tuple[str, ...]) -> Iterator[Part]:
+def _linears(stem: str, shape: tuple[int, ...], projections: tuple[str, ...]) -> Iterator[RowRange]:
     experts, rows, width = shape
     height = rows // len(projections)
     for expert in range(experts):
         for place, projection in enumerate(projections):
             first = expert * rows + place * height
-            yield Part(f"{stem}.{expert}.{projection}", first, first + height, (height, width))
+            yield RowRange(f"{stem}.{expert}.{projection}", first, first + height, (height, width))

@@ -15,9 +15,9 @@ from diffquant.recipe.targets import (
     LAYER_TARGETS,
     TARGETS,
     UNSAID,
-    layer_name,
-    parse_for,
+    layer_target_name,
     parse_overrides,
+    parse_target_scheme,
     refusal,
     target_of,
 )
@@ -160,7 +160,7 @@ class Recipe:
             raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
         if "kv" in entries:
             entries = {"k": entries["kv"], "v": entries["kv"], **entries}
-        schemes = {target: parse_for(target, entries[target]) for target in TARGETS if target in entries}
+        schemes = {target: parse_target_scheme(target, entries[target]) for target in TARGETS if target in entries}
         rounding = RoundingSettings.parse(entries.get("rounding", NEAREST.name))
         return cls(**schemes, residual=residual, overrides=parse_overrides(overrides), rounding=rounding)
 
@@ -241,7 +241,7 @@ class Recipe:
         Args:
             layer: index of the layer, from 0.
         """
-        of_layer = {target: self._scheme_of(target, layer_name(target, layer)) for target in LAYER_TARGETS}
+        of_layer = {target: self._scheme_of(target, layer_target_name(target, layer)) for target in LAYER_TARGETS}
         return replace(self, **of_layer, overrides=self.weight_overrides)  # type: ignore[arg-type]
 
     def schemes_of(self, target: str) -> set[Scheme]:
@@ -253,12 +253,12 @@ class Recipe:
         """All schemes in the recipe."""
         return {*(getattr(self, target) for target in TARGETS), *self.overrides.values()}
 
-    def rounds(self, *targets: str) -> bool:
+    def quantizes_any(self, *targets: str) -> bool:
         """Return whether any of the given targets, which must not include "weights", is quantized in any layer."""
         return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
 
     @property
-    def rounds_maps_of_layers(self) -> set[bool]:
+    def distinct_map_rounding(self) -> set[bool]:
         """Whether layers round their attention maps (`logits` or `p`): {True}, {False}, or both if layers differ."""
         logits, weights = ({s.quantizes for s in self.schemes_of(target)} for target in ("logits", "p"))
         return {a or b for a in logits for b in weights}
@@ -266,7 +266,7 @@ class Recipe:
     @property
     def rotates_cache(self) -> bool:
         """Whether any layer rotates keys or values before rounding them."""
-        return any(scheme.has("rotated") for target in ("k", "v") for scheme in self.schemes_of(target))
+        return any(scheme.has_transform("rotated") for target in ("k", "v") for scheme in self.schemes_of(target))
 
     def is_static(self, target: str) -> bool:
         """Return whether any layer has calibrated scales for a target: "k", "v" or "logits"."""
@@ -281,7 +281,7 @@ class Recipe:
         Raises:
             UsageError: an override matches no layer; the message lists all of these overrides.
         """
-        names = [layer_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
+        names = [layer_target_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
         patterns = [pattern for pattern in self.overrides if target_of(pattern) in LAYER_TARGETS]
         unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if unmatched:

@@ -92,7 +92,9 @@ class RoundingSettings:
         file = entry.get("imatrix")
         if not (file is None or isinstance(file, str)):
             raise UsageError(f"rounding: imatrix must be the name of a file, got {file!r}")
-        return cls(**{**entry, "text": None if text is None else to_sources(several), "imatrix": file and Path(file)})
+        return cls(
+            **{**entry, "text": None if text is None else to_calibration_paths(several), "imatrix": file and Path(file)}
+        )
 
     @property
     def options(self) -> dict[str, str | int]:
@@ -101,13 +103,13 @@ class RoundingSettings:
         return named if self.imatrix is None else named | {"imatrix": str(self.imatrix)}
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def calibration_settings(self) -> tuple[str, ...]:
         """Names of the given settings that select calibration data."""
         return tuple(name for name in ("text", "tokens", "samples", "window") if getattr(self, name) is not None)
 
     def to_plain(self) -> str | dict[str, Any]:
         """Return plain data for `parse`: only the name if nothing else is set."""
-        if not self.reads and not self.options:
+        if not self.calibration_settings and not self.options:
             return self.name
         entries = {
             "name": self.name,
@@ -120,7 +122,7 @@ class RoundingSettings:
         return {key: value for key, value in entries.items() if value is not None}
 
 
-def to_sources(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
+def to_calibration_paths(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
     """Return sources of calibration data in the form of `RoundingSettings.text`: None, a Path, or a tuple of Paths."""
     several = tuple(map(Path, sources))
     return several if len(several) > 1 else next(iter(several), None)

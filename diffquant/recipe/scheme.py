@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from diffquant.errors import UsageError
 from diffquant.recipe.numbers.formats import FORMATS, NumberFormat, format_named
-from diffquant.recipe.numbers.sharing import UNSHARED, Sharing
+from diffquant.recipe.numbers.sharing import UNSHARED, Granularity
 from diffquant.support.names import option_name
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ _LONGEST = 64
 class Transform:
     """A change to a tensor before rounding that attention undoes, or that does not change attention's result.
 
-    This is only its description. The code that computes a target checks `Scheme.has` and applies the transform:
-    `attention.logits`, `attention.operands`, and `model.attention` for the cache.
+    This is only its description. The code that computes a target checks `Scheme.has_transform` and applies the
+    transform: `attention.logits`, `attention.operands`, and `model.attention` for the cache.
 
     Attributes:
         name: name in a scheme: "shift" in "4:row:shift".
@@ -78,21 +78,22 @@ class Scheme:
     """
 
     format: NumberFormat
-    sharing: Sharing = UNSHARED
+    sharing: Granularity = UNSHARED
     transforms: tuple[Transform, ...] = ()
 
     def __post_init__(self) -> None:
-        made_of = isinstance(self.format, NumberFormat), isinstance(self.sharing, Sharing)
+        made_of = isinstance(self.format, NumberFormat), isinstance(self.sharing, Granularity)
         if not all((*made_of, *(isinstance(each, Transform) for each in self.transforms))):
             stated = ":".join(str(each) for each in (self.format, self.sharing) if each != UNSHARED)
             raise UsageError(
-                f"a Scheme takes a NumberFormat, a Sharing and Transforms; to read text use Scheme.parse({stated!r})"
+                f"a Scheme takes a NumberFormat, a Granularity and Transforms; to read text use "
+                f"Scheme.parse({stated!r})"
             )
         if not self.format.quantizes:
             if self.sharing != UNSHARED or self.transforms:
                 raise UsageError("16 bits means not quantized and takes no granularity; leave it out")
             return
-        if self.format.block and self.sharing != Sharing("group", self.format.block):
+        if self.format.block and self.sharing != Granularity("group", self.format.block):
             name = self.format.name
             raise UsageError(f"{name} has one scale per {self.format.block} values; leave out the granularity: {name}")
         if self.sharing == UNSHARED:
@@ -112,7 +113,7 @@ class Scheme:
                 name of another format such as nvfp4.
             default: granularity if the text has none.
             target: the target that is quantized, such as "weights", or "" if unknown. It decides what the granularities
-                "channel" and "token" mean, see `Sharing.parse`.
+                "channel" and "token" mean, see `Granularity.parse`.
 
         Raises:
             UsageError: the text is not a scheme, or the target does not support its transform, "channel" or "token".
@@ -136,7 +137,7 @@ class Scheme:
         if number_format.block:
             default = f"g{number_format.block}"
         try:
-            sharing = Sharing.parse(names[0] if names else default, target)
+            sharing = Granularity.parse(names[0] if names else default, target)
         except UsageError as error:
             raise UsageError(f"cannot read scheme {str(text)!r}: {error}") from error
         return cls(number_format, sharing, transforms)
@@ -160,18 +161,18 @@ class Scheme:
         return self.sharing.name
 
     @property
-    def size(self) -> int | None:
+    def granularity_size(self) -> int | None:
         """The number in a granularity such as g32, or None if the granularity has none."""
         return self.sharing.size
 
-    def has(self, transform: str) -> bool:
+    def has_transform(self, transform: str) -> bool:
         """Return whether the scheme has this transform, a key of `TRANSFORMS`."""
         return TRANSFORMS[transform] in self.transforms
 
     @property
-    def by_token(self) -> bool:
+    def is_token_local(self) -> bool:
         """Whether no scale and no transform is computed from several tokens."""
-        return self.sharing.by_token and all(each.reads == "token" for each in self.transforms)
+        return self.sharing.is_token_local and all(each.reads == "token" for each in self.transforms)
 
     @property
     def granularity_text(self) -> str:

@@ -25,7 +25,7 @@ def target_of(pattern: str) -> str:
     return last if last in TARGETS else "weights"
 
 
-def layer_name(target: str, layer: int) -> str:
+def layer_target_name(target: str, layer: int) -> str:
     """Return the name that patterns of overrides must match for a layer: "model.layers.3.self_attn.k" for "k" and 3."""
     return f"model.layers.{layer}.self_attn.{target}"
 
@@ -43,10 +43,10 @@ def parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
     unnamed = [pattern for pattern in overrides if not isinstance(pattern, str)]
     if unnamed:
         raise UsageError(f"overrides must map name patterns to schemes; {unnamed[0]!r} is not a pattern")
-    return {name: parse_for(target_of(name), text, f"override {name!r}") for name, text in overrides.items()}
+    return {name: parse_target_scheme(target_of(name), text, f"override {name!r}") for name, text in overrides.items()}
 
 
-def parse_for(target: str, text: str | int, what: str | None = None) -> Scheme:
+def parse_target_scheme(target: str, text: str | int, what: str | None = None) -> Scheme:
     """Parse the scheme of a target, which has the target's default granularity if the text has none.
 
     Args:
@@ -70,7 +70,7 @@ def refusal(target: str, scheme: Scheme, what: str | None = None) -> str | None:
     what = what or target
     if scheme.quantizes and (reason := scheme.sharing.refusal(target)):
         return f"{what} {reason}"
-    if scheme.sharing.tile and target == "weights" and not scheme.format.has_tiles:
+    if scheme.sharing.block_size and target == "weights" and not scheme.format.has_tiles:
         able = " and ".join(f"{name}:{scheme.sharing}" for name, each in FORMATS.items() if each.has_tiles)
         return f"{what}: {scheme.format.name} cannot have one scale per block of a weight; {able} can"
     if scheme.format.for_weights_only and target != "weights":

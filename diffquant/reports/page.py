@@ -24,7 +24,7 @@ _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 @dataclass(frozen=True)
-class Items:
+class TextList:
     """A list of lines, in red if they are errors."""
 
     texts: Sequence[str]
@@ -68,7 +68,7 @@ class Section:
 
 
 # A str is a paragraph; a mapping is a list of names with their values.
-Block: TypeAlias = str | Mapping[str, str] | Items | Table | Drawing | Charts | Section
+Block: TypeAlias = str | Mapping[str, str] | TextList | Table | Drawing | Charts | Section
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def write_run(
     pictures: Mapping[str, Callable[[Path], object]],
     page_name: str,
     report: Callable[[str, Sequence[str]], Report],
-    beside: Sequence[str] = (),
+    written_files: Sequence[str] = (),
 ) -> list[Path]:
     """Write a run's files.
 
@@ -108,7 +108,7 @@ def write_run(
             earlier run's picture is then removed.
         page_name: file name of the page.
         report: function that makes the report from the run's name and the names of the files that its page links to.
-        beside: names of files of the run that were already written.
+        written_files: names of files of the run that were already written.
 
     Returns:
         Paths of the texts, the pictures and the page.
@@ -118,11 +118,11 @@ def write_run(
         write_atomically(folder / name, text)
     drawn = [name for name, draw in pictures.items() if _is_drawn(draw, folder / name)]
     made = [*texts, *drawn]
-    write_atomically(folder / page_name, page(report(folder.absolute().name, [*beside, *made])))
+    write_atomically(folder / page_name, render_page(report(folder.absolute().name, [*written_files, *made])))
     return [folder / name for name in (*made, page_name)]
 
 
-def page(report: Report, links: Sequence[Link] = ()) -> str:
+def render_page(report: Report, links: Sequence[Link] = ()) -> str:
     """Return a report as an HTML document that loads no other files.
 
     Args:
@@ -163,7 +163,7 @@ def sort_value(text: str | Link) -> float | None:
     return float(number[0].replace(",", "")) * _UNITS.get(unit, 1.0)
 
 
-def facts(values: Mapping[str, object]) -> dict[str, str]:
+def format_settings(values: Mapping[str, object]) -> dict[str, str]:
     """Format a run's settings for a page; settings that are None or empty are left out."""
     return {name: _value_text(value) for name, value in values.items() if value not in (None, "", [], ())}
 

@@ -36,7 +36,7 @@ _THEMED = {"#000000": "currentColor", "#ffffff": "var(--paper)", GRID: "var(--gr
 Look = dict[str, Any]
 
 
-def look(number: int) -> Look:
+def series_style(number: int) -> Look:
     """Return the colour, marker and line style of series `number`; the first 140 all differ."""
     looks = {"color": COLOURS, "linestyle": STYLES, "marker": MARKERS}
     return {name: values[number % len(values)] for name, values in looks.items()}
@@ -44,12 +44,12 @@ def look(number: int) -> Look:
 
 def legend_entry(number: int, text: str) -> Key:
     """Return the legend entry of series `number`."""
-    style = look(number)
+    style = series_style(number)
     colour = "currentColor" if style["color"] == "#000000" else style["color"]
     return colour, GLYPHS[style["marker"]], text
 
 
-class Interval(NamedTuple):
+class IntervalPoint(NamedTuple):
     """A point of a series: x, its value y with the ends of the value's interval, and the text of its tooltip."""
 
     x: float
@@ -60,7 +60,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """A line of a panel.
 
     Attributes:
@@ -71,16 +71,16 @@ class Line:
     """
 
     model: str
-    points: tuple[Interval, ...]
+    points: tuple[IntervalPoint, ...]
     scheme: str = ""
-    full: Interval | None = None
+    full: IntervalPoint | None = None
 
 
 # Texts of tooltips for the points of a drawing on a page, in the order of their marks.
 Tips = list[str]
 
 
-def mark_tip(axis: Any, tips: Tips | None, x: float, y: float, text: str) -> None:
+def add_tooltip(axis: Any, tips: Tips | None, x: float, y: float, text: str) -> None:
     """Add a tooltip to a point: an invisible marker over it, large enough for the pointer to hit.
 
     Args:
@@ -120,7 +120,7 @@ def escape_dollars(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def plain_log_scale(axis: Any) -> None:
+def set_log_scale(axis: Any) -> None:
     """Make a y axis logarithmic, with tick labels such as 0.01, and more of them if its range is small."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -156,7 +156,7 @@ def as_svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
     return re.sub(r'<g id="[a-z]+[a-z0-9_.]*">', "<g>", text)
 
 
-def drawing(size: tuple[float, float], draw: Callable[[Any, Tips], object], name: str, title: str = "") -> Drawing:
+def draw_panel(size: tuple[float, float], draw: Callable[[Any, Tips], object], name: str, title: str = "") -> Drawing:
     """Draw one panel for a page.
 
     Args:
@@ -170,17 +170,19 @@ def drawing(size: tuple[float, float], draw: Callable[[Any, Tips], object], name
     return Drawing(as_svg(figure, name, tips), title)
 
 
-def draw_intervals(axis: Any, points: Sequence[Interval], number: int, tips: Tips | None = None) -> Any:
+def draw_intervals(axis: Any, points: Sequence[IntervalPoint], number: int, tips: Tips | None = None) -> Any:
     """Draw points with error bars, in the colour and with the marker of series `number`."""
     places, heights = [point.x for point in points], [point.y for point in points]
     bars = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
-    drawn = axis.errorbar(places, heights, bars, markersize=5, linewidth=1.4, elinewidth=1, capsize=2.5, **look(number))
+    drawn = axis.errorbar(
+        places, heights, bars, markersize=5, linewidth=1.4, elinewidth=1, capsize=2.5, **series_style(number)
+    )
     for point in points:
-        mark_tip(axis, tips, point.x, point.y, point.tip)
+        add_tooltip(axis, tips, point.x, point.y, point.tip)
     return drawn
 
 
-def tidy(axis: Any, grid: Literal["x", "y", "both"] = "y") -> None:
+def style_axis(axis: Any, grid: Literal["x", "y", "both"] = "y") -> None:
     """Give an axis a pale grid behind its content, and remove its top and right border."""
     axis.grid(axis=grid, color=GRID, linewidth=0.7)
     axis.set_axisbelow(True)

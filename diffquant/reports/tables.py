@@ -129,7 +129,7 @@ def _as_text(value: object) -> object:
     return f"'{shown}" if shown.startswith(tuple("=+-@ ")) else shown
 
 
-def megabytes(size: float) -> str:
+def format_size(size: float) -> str:
     """Format a number of bytes in MB, or from 1 GB on in GB (powers of ten)."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
@@ -138,7 +138,7 @@ def megabytes(size: float) -> str:
 _ALIKE = 0.01
 
 
-def stored_bits(nbytes: float, weights: int) -> float:
+def stored_bits_per_weight(nbytes: float, weights: int) -> float:
     """Return the bits per weight of weights that take `nbytes` with their scales.
 
     Args:
@@ -161,10 +161,10 @@ def compare_size(nbytes: int, source_bytes: int, weights: int) -> str:
         weights: number of weights of the source.
     """
     full = bytes_at_16_bits(weights)
-    compared = f"{megabytes(nbytes)}, {_share(nbytes, source_bytes)} of the source's {megabytes(source_bytes)}"
+    compared = f"{format_size(nbytes)}, {_share(nbytes, source_bytes)} of the source's {format_size(source_bytes)}"
     if abs(source_bytes / max(1, full) - 1) < _ALIKE:
         return compared
-    return f"{compared} and {_share(nbytes, full)} of 16 bits' {megabytes(full)}"
+    return f"{compared} and {_share(nbytes, full)} of 16 bits' {format_size(full)}"
 
 
 def _share(part: int, whole: int) -> str:

@@ -33,7 +33,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
         UsageError: vLLM does not have the recipe's cache, or has no cache named `asked`.
     """
     recipe = read_stored_recipe(config)
-    if asked == AUTO or (asked == RECIPE and not recipe.rounds("k", "v")):
+    if asked == AUTO or (asked == RECIPE and not recipe.quantizes_any("k", "v")):
         return AUTO
     if asked == RECIPE and has_kv_cache_scheme(config):
         return _STATIC
@@ -71,7 +71,7 @@ def is_fp8(cache: str) -> bool:
     return cache.startswith("fp8")
 
 
-def without_cache_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
+def override_cache_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries that override config.json so that vLLM ignores the folder's scheme of the KV cache."""
     entry = config["quantization_config"]
     return {"quantization_config": {key: value for key, value in entry.items() if key != "kv_cache_scheme"}}

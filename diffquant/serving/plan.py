@@ -18,17 +18,17 @@ from diffquant.checkpoints.reader import Checkpoint, read_stored_recipe
 from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import Architecture, TransformerArchitecture
-from diffquant.model.blocks import TokenRows
+from diffquant.model.blocks import CachedShapes
 from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.quantization.engine_folder import (
-    carries_modelling_file,
+    can_use_modelling_file,
     config_for_engines,
-    require_angles,
-    require_served,
+    require_vllm_rope,
+    require_vllm_support,
 )
-from diffquant.quantization.foreign_code import REDIRECTS, check_code
+from diffquant.quantization.foreign_code import REDIRECTS, check_no_foreign_code
 from diffquant.recipe.numbers.formats.integer import INT_QUANTIZED, PACK_QUANTIZED
-from diffquant.serving.cache import AUTO, RECIPE, choose_cache, is_fp8, without_cache_scheme
+from diffquant.serving.cache import AUTO, RECIPE, choose_cache, is_fp8, override_cache_scheme
 from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
 from diffquant.support.names import first_few, option_name
 
@@ -83,8 +83,8 @@ def _cache_bytes(architecture: Architecture, itemsize: int) -> tuple[int, int]:
     heads = 2 * spec.kv_pairs * ceil(spec.value_dim / width) * width * itemsize
     a_token = a_request = 0
     for blocks in architecture.layers:
-        for stored in (block.stored for block in blocks.values()):
-            if isinstance(stored, TokenRows):
+        for stored in (block.cached_shapes for block in blocks.values()):
+            if isinstance(stored, CachedShapes):
                 is_latent = stored.is_latent and stored.window is None
                 each = (stored.keys[1] + stored.values[1]) * itemsize if is_latent else heads
                 a_token += 0 if stored.window else each
@@ -173,7 +173,8 @@ def plan_server(
     config, adapter = checkpoint.config, _adapter(checkpoint)
     if isinstance(checkpoint, DequantizedCheckpoint) and (_is_compiled(adapter) or checkpoint.is_compressed_tensors):
         raise UsageError(
-            f"{model} holds weights quantized to {checkpoint.rounded_as}: make a 16-bit folder for the server first, "
+            f"{model} holds weights quantized to {checkpoint.earlier_format}: make a 16-bit folder for the server "
+            f"first, "
             f"diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
         )
     _check_format(checkpoint)
@@ -188,7 +189,7 @@ def plan_server(
     command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
     command += ["--tensor-parallel-size", str(ranks)]
     has_latents = adapter is not None and isinstance(adapter.architecture, Motif3Architecture)
-    is_rounded = read_stored_recipe(config).rounds("k", "v") if cache == RECIPE else cache != AUTO
+    is_rounded = read_stored_recipe(config).quantizes_any("k", "v") if cache == RECIPE else cache != AUTO
     if has_latents and memory is not None and is_rounded:
         raise UsageError(f"vLLM on a CPU stores latents in the model's dtype: use {option_name('cache', AUTO)}")
     cache = choose_cache(config, cache, memory is None)
@@ -196,7 +197,7 @@ def plan_server(
     if isinstance(checkpoint, DequantizedCheckpoint):
         command += ["--hf-overrides", json.dumps(WITHOUT_PACKING)]
     elif cache == AUTO and has_kv_cache_scheme(config):
-        command += ["--hf-overrides", json.dumps(without_cache_scheme(config))]
+        command += ["--hf-overrides", json.dumps(override_cache_scheme(config))]
     if adapter is not None and ranks > 1:
         check_ranks(config, adapter, ranks, implementation)
     notes = _notes(cache, memory is None) + _activation_notes(config, memory is not None)
@@ -218,7 +219,7 @@ def plan_server(
         command += ["--attention-backend", "CPU_MLA", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
         command += ["--max-num-batched-tokens", command[command.index("--max-model-len") + 1]]
     if implementation == "folder":
-        check_code(checkpoint.path, config, adapter)
+        check_no_foreign_code(checkpoint.path, config, adapter)
         command += ["--model-impl", "transformers", "--trust-remote-code"]
     shown = f"[{host}]" if ":" in host else host
     return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, cache, notes)
@@ -236,7 +237,7 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
     """
     if not _is_compiled(adapter):
         raise UsageError(f"{config['model_type']} is served on one rank: leave out {option_name('ranks', ranks)}")
-    if not carries_modelling_file(config, adapter):
+    if not can_use_modelling_file(config, adapter):
         return
     # Imported here, since both import transformers' models, which other folders do not need.
     from diffquant.quantization.modeling_diffquant import DiffConfig
@@ -283,7 +284,7 @@ def _rope_notes(architecture: TransformerArchitecture, context: int | None) -> l
         UsageError: it does not.
     """
     rope, known = architecture.rope_parameters, architecture.max_position_embeddings
-    require_angles(rope, architecture.diff_spec.rope)
+    require_vllm_rope(rope, architecture.diff_spec.rope)
     trained = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else known
     if trained >= (context or known):
         return []
@@ -325,7 +326,7 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
         adapter = adapter_for(checkpoint.config)
     except UnknownModelTypeError:
         return None
-    require_served(checkpoint.config, adapter)
+    require_vllm_support(checkpoint.config, adapter)
     return adapter
 
 

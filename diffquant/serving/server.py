@@ -24,11 +24,11 @@ _PAUSE = 0.5
 _PATIENCE = 20
 
 
-def run_server(plan: ServerPlan, ready: Callable[[], None]) -> None:
+def run_server(plan: ServerPlan, on_ready: Callable[[], None]) -> None:
     """Run a planned server until it is interrupted.
 
     Args:
-        ready: called once the server answers.
+        on_ready: called once the server answers.
 
     Raises:
         DiffQuantError: the server ended without being interrupted.
@@ -41,14 +41,14 @@ def run_server(plan: ServerPlan, ready: Callable[[], None]) -> None:
     )
     try:
         _wait_until_ready(server, plan)
-        ready()
+        on_ready()
         server.wait()
     finally:
         _terminate(server)
     raise DiffQuantError(f"vLLM's server ended with status {server.returncode}; see its output above")
 
 
-def check_processor(folder: Path, cache: str, implementation: Implementation) -> None:
+def check_cpu(folder: Path, cache: str, implementation: Implementation) -> None:
     """Check that this CPU has the instructions that vLLM's low-bit kernels need, AVX-512 on x86.
 
     Raises:

@@ -95,7 +95,7 @@ def check_device(device: str) -> None:
 _ROWS, _WIDTH = 64, 1024
 
 
-def measure_seconds_per_product() -> float:
+def measure_seconds_per_weight() -> float:
     """Measure the seconds that a float32 matrix product takes per weight and token, on all threads."""
     x, matrix = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
     return time_fastest(lambda: x @ matrix) / (x.numel() * _WIDTH)

@@ -31,7 +31,7 @@ class FileDigests:
     algorithm: str = _DEFAULT
 
     @classmethod
-    def of(cls, files: Iterable[Path], algorithm: str = _DEFAULT) -> Self:
+    def compute(cls, files: Iterable[Path], algorithm: str = _DEFAULT) -> Self:
         """Compute the digests of some files."""
         return cls({file.name: content_digest(file, algorithm) for file in files}, algorithm)
 
@@ -62,7 +62,7 @@ class FileDigests:
         return [name for name, digest in self.by_name.items() if not _has_digest(folder / name, digest, self.algorithm)]
 
     @property
-    def contents(self) -> frozenset[str]:
+    def digest_set(self) -> frozenset[str]:
         """The digests without names: equal for the same files under other names."""
         return frozenset(self.by_name.values())
 

@@ -32,7 +32,7 @@ _DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
-def check_plain(file: Path) -> None:
+def check_regular_file(file: Path) -> None:
     """Check that a path leads to a regular file: opening a pipe may block, and a device may never end.
 
     Raises:
@@ -45,7 +45,7 @@ def check_plain(file: Path) -> None:
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something else')}, not a plain file", str(file))
 
 
-def check_plain_inside(folder: Path) -> None:
+def check_no_special_files(folder: Path) -> None:
     """Check that a folder holds no pipe, socket or device, since opening one may block.
 
     Raises:
@@ -53,7 +53,7 @@ def check_plain_inside(folder: Path) -> None:
     """
     for file in sorted(folder.iterdir()):
         try:
-            check_plain(file)
+            check_regular_file(file)
         except OSError as error:
             # Broken and circular links do not block; whoever follows one reports it.
             if error.errno not in (errno.ENOENT, errno.EISDIR, errno.ELOOP):
@@ -66,7 +66,7 @@ def read_bytes(file: Path) -> bytes:
     Raises:
         OSError: it cannot be read, or is a pipe, socket or device.
     """
-    check_plain(file)
+    check_regular_file(file)
     return file.read_bytes()
 
 
@@ -77,7 +77,7 @@ def read_text(file: Path, encoding: str = "utf-8") -> str:
         OSError: it cannot be read, or is a pipe, socket or device.
         UnicodeDecodeError: it is not in this encoding.
     """
-    check_plain(file)
+    check_regular_file(file)
     return file.read_text(encoding=encoding)
 
 
@@ -113,7 +113,7 @@ def check_distinct(paths: Sequence[Path]) -> None:
 
 def file_digest(file: Path, algorithm: str | Callable[[], Any] = "sha256") -> str:
     """Return the digest of a regular file, as hex."""
-    check_plain(file)
+    check_regular_file(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, algorithm).hexdigest()
 
@@ -123,7 +123,7 @@ def write_atomically(file: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     while True:
         try:
-            with replacing(file) as temporary:
+            with replace_atomically(file) as temporary:
                 temporary.write_bytes(data)
             return
         except FileNotFoundError:
@@ -133,7 +133,7 @@ def write_atomically(file: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def replace_atomically(file: Path) -> Iterator[Path]:
     """Yield the path of an empty file, which replaces `file` if the body succeeds and is removed otherwise."""
     _remove_leftovers(file)
     # A unique name: two processes may write the same file at once, and the last one wins.
@@ -189,7 +189,7 @@ def write_json(file: Path, value: object) -> None:
     write_atomically(file, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-class PlacedFile:
+class PreallocatedFile:
     """A new file of known size into which threads write at given offsets."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -225,7 +225,7 @@ class PlacedFile:
             return os.write(self._descriptor, data)
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder as a file, and writes its entries itself.
@@ -256,17 +256,17 @@ def read_text_or_xz(file: Path) -> str:
         ValueError: it is not UTF-8, damaged, or compressed and larger than 256 MiB.
     """
     there = find_file_or_xz(file)
-    return (read_expanded(there) if there.suffix == ".xz" else read_bytes(there)).decode()
+    return (read_decompressed(there) if there.suffix == ".xz" else read_bytes(there)).decode()
 
 
-def read_expanded(file: Path) -> bytes:
+def read_decompressed(file: Path) -> bytes:
     """Read a file, decompressed if it begins as gzip or xz do.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is damaged, or larger than 256 MiB.
     """
-    check_plain(file)
+    check_regular_file(file)
     with file.open("rb") as packed:
         start = packed.peek(len(_XZ))
         try:
@@ -285,7 +285,7 @@ def _open_expanded(packed: BufferedReader, start: bytes, suffix: str) -> BinaryI
     return cast(BinaryIO, lzma.LZMAFile(packed) if start.startswith(_XZ) or suffix == ".xz" else packed)
 
 
-def find_named(folder: Path, pattern: str) -> list[Path]:
+def list_matching_files(folder: Path, pattern: str) -> list[Path]:
     """List a folder's files whose names match a pattern, sorted; the name of a compressed file counts without .xz."""
     found = {file.with_suffix("") if file.suffix == ".xz" else file for file in folder.glob(f"{pattern}*")}
     return sorted(file for file in found if file.match(pattern))

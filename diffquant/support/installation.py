@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
     return {"diffquant": __version__, "torch": torch.__version__}
 
 
-def versions_of_run(device: str) -> dict[str, str]:
+def list_compute_versions(device: str) -> dict[str, str]:
     """Return versions of everything that computes a model's output on a device."""
     import torch
 
@@ -56,7 +56,7 @@ _PACKAGE = Path(__file__).parents[1]
 CHANGED = "+changes"
 
 
-def code_digest(modules: Iterable[str]) -> str:
+def result_version_digest(modules: Iterable[str]) -> str:
     """Return 16 hex digits of the versions of some modules, for the addresses of stored results.
 
     A module of diffquant has the `RESULT_VERSION` that it or the nearest package around it defines. We raise it by hand
@@ -88,7 +88,7 @@ _MEASURED = ("diffquant", "export", "calib", "bench", "research")
 
 
 @cache
-def commit() -> str | None:
+def find_commit() -> str | None:
     """Return the commit of the checkout that this package runs from, with "+changes" if sources differ.
 
     An installed wheel has no checkout; the result is then None.
@@ -103,7 +103,7 @@ def commit() -> str | None:
 
 def provenance() -> dict[str, str | None]:
     """Return the date and commit of a measurement, for the settings of its results."""
-    return {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "commit": commit()}
+    return {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "commit": find_commit()}
 
 
 def _git(*arguments: str) -> str | None:

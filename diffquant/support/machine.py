@@ -23,7 +23,7 @@ def threads() -> int:
     return int(said) if said.isdecimal() else min(cores(), psutil.cpu_count(logical=False) or cores())
 
 
-def free_memory() -> int:
+def available_memory() -> int:
     """Return the bytes of memory that this process can still use, within its control group's limit."""
     import psutil
 

@@ -10,13 +10,13 @@ from typing import Any
 from diffquant.errors import OutputExistsError
 from diffquant.support.files import check_writable, read_bytes, set_folder_aside, write_atomically
 from diffquant.support.names import first_few
-from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
+from diffquant.support.plain_data import JsonObject, parse_json, plain_data_digest
 
 # Files of a checkpoint or an export, which no run writes.
 _OF_MODELS = ("config.json", "model.safetensors", "model.onnx")
 
 
-def check_replaced(folder: Path, replaced: Iterable[str], own: Collection[str]) -> None:
+def check_replaceable(folder: Path, replaced: Iterable[str], own: Collection[str]) -> None:
     """Check that diffquant wrote everything that an output would replace in a folder.
 
     Args:
@@ -61,7 +61,7 @@ class RunFiles:
         if not (self.joins_models or self.is_run(folder)) and any((folder / name).exists() for name in _OF_MODELS):
             raise OutputExistsError(f"{folder} is a model's folder; choose another output")
         there = [name for name in (self.data, *self.beside) if os.path.lexists(folder / name)]
-        check_replaced(folder, there, there if self.is_run(folder) else ())
+        check_replaceable(folder, there, there if self.is_run(folder) else ())
 
     def is_run(self, folder: Path) -> bool:
         """Return whether a folder holds a run's numbers."""
@@ -77,7 +77,7 @@ def has_fields(file: Path, fields: Collection[str]) -> bool:
     return isinstance(data, dict) and data.keys() >= set(fields)
 
 
-def check_written_file(file: Path, is_own: bool) -> None:
+def check_output_file(file: Path, is_own: bool) -> None:
     """Check that a file can be written and would only replace one of diffquant's.
 
     Args:
@@ -88,7 +88,9 @@ def check_written_file(file: Path, is_own: bool) -> None:
         UsageError: nothing can be written there.
     """
     check_writable(file.absolute().parent)
-    check_replaced(file.absolute().parent, [file.name] if os.path.lexists(file) else [], [file.name] if is_own else [])
+    check_replaceable(
+        file.absolute().parent, [file.name] if os.path.lexists(file) else [], [file.name] if is_own else []
+    )
 
 
 class Journal:
@@ -99,7 +101,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, key: JsonObject) -> None:
-        self.path = folder / f"measured-{plain_digest(key)[:12]}.jsonl"
+        self.path = folder / f"measured-{plain_data_digest(key)[:12]}.jsonl"
         self._results: JsonObject = {}
         self._key = key
         if not self.path.is_file():
@@ -146,4 +148,4 @@ class Journal:
         return json.dumps({"name": name, "result": result, "sha256": self._digest(name, result)}) + "\n"
 
     def _digest(self, name: str, result: Any) -> str:
-        return plain_digest([self._key, name, result])
+        return plain_data_digest([self._key, name, result])

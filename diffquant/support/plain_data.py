@@ -28,7 +28,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def is_text(value: object) -> bool:
+def is_encodable_text(value: object) -> bool:
     """Return whether a value is text that a tokenizer can read; JSON may also hold halves of a surrogate pair."""
     return isinstance(value, str) and re.search("[\ud800-\udfff]", value) is None
 
@@ -40,7 +40,7 @@ def replace_nonfinite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def plain_digest(content: Any) -> str:
+def plain_data_digest(content: Any) -> str:
     """Return the SHA-256 of plain data, independent of the order of names and of a round trip through JSON."""
     written_and_read = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(written_and_read, sort_keys=True).encode()).hexdigest()

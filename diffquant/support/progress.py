@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_DRAWINGS = 0.2
 _OF_A_STEP = 0.9
 
 
-def silent(done: float, total: float, what: str) -> None:
+def report_nothing(done: float, total: float, what: str) -> None:
     """Report nothing."""
 
 
@@ -47,7 +47,7 @@ class Countdown:
         return time.monotonic() - self._started
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds left, or None before the speed is known."""
         done, measured = self.share - self._start, self._reported - self._started
         if done <= 0:
@@ -57,7 +57,7 @@ class Countdown:
         return self.elapsed * (1 - self._start - reached) / reached
 
 
-class Line:
+class StatusLine:
     """A status line on a terminal, redrawn each second until it is stopped.
 
     There is one line at a time: a new line replaces the previous one.
@@ -111,7 +111,7 @@ class Line:
 
 
 # The line on the terminal, if there is one.
-_lines: list[Line] = []
+_lines: list[StatusLine] = []
 
 
 def clear_line() -> None:
@@ -136,7 +136,7 @@ class TerminalProgress:
         self.label = label
         self._what, self._drawn = "", 0.0
         self._countdown = Countdown(0.0)
-        self._line: Line | None = None
+        self._line: StatusLine | None = None
 
     def __call__(self, done: float, total: float, what: str) -> None:
         share = done / total if total else 1.0
@@ -145,7 +145,7 @@ class TerminalProgress:
             self._countdown = Countdown(share)
             # A progress object that is no longer used removes its line.
             progress = weakref.ref(self)
-            self._line = Line(lambda: None if (known := progress()) is None else known._under_way())
+            self._line = StatusLine(lambda: None if (known := progress()) is None else known._under_way())
         self._countdown.report(share)
         now = time.monotonic()
         if share >= 1:
@@ -155,7 +155,7 @@ class TerminalProgress:
             self._line.draw()
 
     def _under_way(self) -> str:
-        left = self._countdown.left
+        left = self._countdown.seconds_left
         rest = "?" if left is None else _format_clock(left)
         return f"{self.label} {self._countdown.share:4.0%}  {rest} left, {self._what}"
 
@@ -168,7 +168,7 @@ def show_waiting(text: str) -> Iterator[None]:
     """
     if sys.stderr.isatty() and "torch" not in sys.modules:
         started = time.monotonic()
-        Line(lambda: f"{text} {seconds} s" if (seconds := round(time.monotonic() - started)) else text)
+        StatusLine(lambda: f"{text} {seconds} s" if (seconds := round(time.monotonic() - started)) else text)
     try:
         yield
     finally:
@@ -191,7 +191,7 @@ class LogProgress:
         is_due = elapsed >= (self._lines + 1) * _SECONDS_BETWEEN_LOG_LINES
         if is_due or (share >= 1 and self._lines):
             self._lines = int(elapsed / _SECONDS_BETWEEN_LOG_LINES)
-            left = self._countdown.left
+            left = self._countdown.seconds_left
             rest = f", about {format_duration(left)} left" if left and share < 1 else ""
             print(
                 f"{self.label} {share:.0%} after {_format_minutes(elapsed)}{rest}: {one_line(what)}",

@@ -130,7 +130,7 @@ def _fold_line(line: str, columns: int) -> str:
     return textwrap.fill(line, columns, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
 
 
-class Readable:
+class PrintableResult:
     """A result whose `str` is what the command prints; its `repr` is the first line of that."""
 
     def summary(self) -> str:

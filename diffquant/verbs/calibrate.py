@@ -6,9 +6,9 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.errors import UsageError
-from diffquant.recipe.rounding import to_sources
+from diffquant.recipe.rounding import to_calibration_paths
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
@@ -16,7 +16,7 @@ from diffquant.verbs.kinds import check_arguments, split_texts, to_paths
 from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:
-    from diffquant.calib.calibration.calibrate import Fit
+    from diffquant.calib.calibration.calibrate import RangeQuality
     from diffquant.checkpoints.imatrix import Imatrix
 
 _Made = TypeVar("_Made")
@@ -39,7 +39,7 @@ def calibrate(
     offload_folder: kinds.Folder | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> "list[Fit] | Imatrix":
+) -> "list[RangeQuality] | Imatrix":
     """Measure static ranges, or an importance matrix, on a text.
 
         diffquant calibrate model -o scales.safetensors
@@ -80,11 +80,11 @@ def calibrate(
         return measure(
             model,
             *arguments,
-            text=to_sources(to_paths(text or ())),
+            text=to_calibration_paths(to_paths(text or ())),
             tokens=tokens,
             window=window,
             dtype=dtype,
-            places=Places.of(device, device_map, offload_folder),
+            places=OffloadPlan.of(device, device_map, offload_folder),
             device=choose_device(device),
             progress=progress or progress_for("calibrate"),
         )

@@ -8,7 +8,7 @@ from diffquant.verbs.kinds import check_arguments, to_paths
 from diffquant.verbs.notes import check_push, push_folder
 
 if TYPE_CHECKING:
-    from diffquant.quantization.conversion import Conversion
+    from diffquant.quantization.conversion import ConversionResult
 
 Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "rotated", "smoothed"])]
 
@@ -24,7 +24,7 @@ def convert(
     push: kinds.Push | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> "Conversion":
+) -> "ConversionResult":
     """Rewrite a checkpoint as another kind with the same function.
 
         diffquant convert model -o model-diff-v2 --to diff-v2
@@ -49,11 +49,11 @@ def convert(
         DiffQuantError: the checkpoint or the output cannot be used, or there is no exact conversion to this kind.
     """
     from diffquant.quantization.conversion import convert as write
-    from diffquant.recipe.rounding import to_sources
+    from diffquant.recipe.rounding import to_calibration_paths
 
     check_push(push)
     shown = progress or progress_for("convert")
-    sources = to_sources(to_paths(text or ()))
+    sources = to_calibration_paths(to_paths(text or ()))
     report = write(model, output, to, dtype=dtype, text=sources, overwrite=overwrite, progress=shown)
     push_folder(output, push)
     return report

@@ -7,7 +7,7 @@ from diffquant.errors import OutputExistsError
 from diffquant.support.names import option_name
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
-from diffquant.verbs.notes import show
+from diffquant.verbs.notes import print_output
 
 # About how long the demo may take; it determines the number of items.
 SECONDS = 240
@@ -47,7 +47,7 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
     """
     from diffquant.data import smollm2_file
     from diffquant.verbs.demonstration import (
-        check_recipes,
+        check_recipe_outputs,
         quantize_and_export,
         quantize_pocket_model,
         score_recipes,
@@ -58,9 +58,9 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
     if folder.exists() and not overwrite:
         raise OutputExistsError(f"{folder} exists; give {option_name('overwrite', True)} to run the demo in it again")
     weights = None if pocket else smollm2_file()
-    check_recipes(folder)
+    check_recipe_outputs(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    show(_CONTENTS[pocket])
+    print_output(_CONTENTS[pocket])
     show_figure_8(folder)
     if weights is None:
         quantize_pocket_model(folder, overwrite)
@@ -68,4 +68,4 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
         differential = quantize_and_export(weights, folder, overwrite)
         score_recipes(differential, folder, end)
     pages = [f"  {page}" for page in sorted(folder.glob("*/report.html"))]
-    show("\n".join(["Open in a browser:", *pages, _NEXT]))
+    print_output("\n".join(["Open in a browser:", *pages, _NEXT]))

@@ -22,13 +22,13 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import align_columns
 from diffquant.support.files import write_atomically
-from diffquant.support.outputs import check_written_file
+from diffquant.support.outputs import check_output_file
 from diffquant.support.progress import progress_for
 from diffquant.verbs.generation import stream
-from diffquant.verbs.notes import show
+from diffquant.verbs.notes import print_output
 
 
-def items_until(end: float, seconds_per_item: float, most: int) -> int:
+def count_items_until(end: float, seconds_per_item: float, most: int) -> int:
     """Return the number of items, from 10 to `most`, that fit into the time until `end` of `time.monotonic`."""
     return min(most, max(10, int((end - time.monotonic()) / seconds_per_item)))
 
@@ -38,15 +38,15 @@ def generate_in_torch_and_onnx(checkpoint: Path, exported: Path, prompt: str, ne
 
     Without the packages for exporting, only torch runs, and a line names the missing packages.
     """
-    from diffquant.onnx import require
+    from diffquant.onnx import check_installed
 
     low = open_source(checkpoint)
     pieces = stream(load(low, dtype=torch.float32), low.tokenizer, prompt, new_tokens)
-    show("torch:        " + _continue(prompt, pieces))
+    print_output("torch:        " + _continue(prompt, pieces))
     try:
-        require()
+        check_installed()
     except MissingDependencyError as missing:
-        show(f"ONNX Runtime is skipped: {missing}")
+        print_output(f"ONNX Runtime is skipped: {missing}")
         return
     from diffquant.onnx import ExportOptions, Generator, export
 
@@ -55,9 +55,11 @@ def generate_in_torch_and_onnx(checkpoint: Path, exported: Path, prompt: str, ne
     options = ExportOptions.parse(accuracy_level=1, embed_bits=8)
     summary = export(low, exported, options, overwrite=overwrite, progress=progress_for("export")).summary()
     generator = Generator(exported)
-    show("ONNX Runtime: " + _continue(prompt, generator.stream(prompt, new_tokens)))
-    show(f"{generator.speed}\n{summary}")
-    show(f"To compare both layer by layer:\n  diffquant verify {quote(str(exported))} {quote(str(checkpoint))}\n")
+    print_output("ONNX Runtime: " + _continue(prompt, generator.stream(prompt, new_tokens)))
+    print_output(f"{generator.speed}\n{summary}")
+    print_output(
+        f"To compare both layer by layer:\n  diffquant verify {quote(str(exported))} {quote(str(checkpoint))}\n"
+    )
 
 
 def _continue(prompt: str, pieces: Iterable[str]) -> str:
@@ -82,7 +84,7 @@ _TASK_OPTIONS = {NEEDLE: {"limit": _ITEMS}, "perplexity": {"characters": 6000}}
 
 def show_figure_8(output: Path) -> None:
     """Round the attention logits of trained models, and show how well they still retrieve and predict."""
-    show("1. Do low-bit attention logits hurt DIFF models less than a Transformer?")
+    print_output("1. Do low-bit attention logits hurt DIFF models less than a Transformer?")
     _tell(
         "(The paper's Figure 8.) A Transformer, a DIFF V1 and a DIFF V2 were trained in the same way to find numbers "
         "hidden in prose. Their attention logits are rounded to 4 and 3 bits: with one scale per tensor, as we read "
@@ -112,7 +114,7 @@ def show_figure_8(output: Path) -> None:
 
 def _tell(text: str) -> None:
     """Print a paragraph in lines of at most 80 characters; a line break at its end is kept."""
-    show(fill(text, 80, break_on_hyphens=False) + "\n" * text.endswith("\n"))
+    print_output(fill(text, 80, break_on_hyphens=False) + "\n" * text.endswith("\n"))
 
 
 def read_training_seed(task: str) -> int:
@@ -126,9 +128,9 @@ def quantize_pocket_model(output: Path, overwrite: bool) -> None:
     """Quantize the DIFF V1 that was trained to retrieve numbers, and let it retrieve one in torch and ONNX Runtime."""
     differential = next(model for model in data.pocket_models("needle") if model.name.endswith("diff-v1"))
     low = output / "needle-diff-v1-4bit"
-    show(f"2. Quantize the DIFF V1 that finds numbers: weights {RECIPE.weights}, KV cache {RECIPE.k}")
-    show(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
-    show("\n3. Ask it in torch, and its export in ONNX Runtime")
+    print_output(f"2. Quantize the DIFF V1 that finds numbers: weights {RECIPE.weights}, KV cache {RECIPE.k}")
+    print_output(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
+    print_output("\n3. Ask it in torch, and its export in ONNX Runtime")
     generate_in_torch_and_onnx(low, output / "needle-diff-v1-4bit-onnx", PROMPT, 2, overwrite)
 
 
@@ -151,8 +153,8 @@ def _sweep(trio: str, task: str, folder: Path, text: Callable[[SweepResult, int]
         [result.cells[first].point.model.name, *(text(result, first + offset) for offset in range(points))]
         for first in range(0, len(result.cells), points)
     ]
-    show("\n".join(align_columns(["", *schemes], rows)))
-    show(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}\n")
+    print_output("\n".join(align_columns(["", *schemes], rows)))
+    print_output(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}\n")
 
 
 def _found(result: SweepResult, cell: int) -> str:
@@ -182,19 +184,21 @@ def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> Path:
     differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
     recipe = RECIPES["weights-4-kv-8"]
 
-    show(f"2. SmolLM2-135M-Instruct ({weights.name}) is converted to DIFF V2")
-    show(convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary())
-    show("Every query head was doubled and λ starts at ½, so both maps are equal and the")
-    show("model computes the same as the Transformer: a valid DIFF checkpoint that has not")
-    show("learned to cancel noise.\n")
+    print_output(f"2. SmolLM2-135M-Instruct ({weights.name}) is converted to DIFF V2")
+    print_output(
+        convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary()
+    )
+    print_output("Every query head was doubled and λ starts at ½, so both maps are equal and the")
+    print_output("model computes the same as the Transformer: a valid DIFF checkpoint that has not")
+    print_output("learned to cancel noise.\n")
 
-    show(f"3. Quantize: weights {recipe.weights}, KV cache {recipe.k}")
-    show(quantize(differential, low, recipe, overwrite=overwrite, progress=progress_for("quantize")).summary())
-    show("The package's linear weights already have 4 bits (Q4_1), so 4-bit results look")
-    show("better than from 16-bit weights. Transformers and vLLM need the embedding at 16")
-    show("bits, so the folder is larger than the package's file.\n")
+    print_output(f"3. Quantize: weights {recipe.weights}, KV cache {recipe.k}")
+    print_output(quantize(differential, low, recipe, overwrite=overwrite, progress=progress_for("quantize")).summary())
+    print_output("The package's linear weights already have 4 bits (Q4_1), so 4-bit results look")
+    print_output("better than from 16-bit weights. Transformers and vLLM need the embedding at 16")
+    print_output("bits, so the folder is larger than the package's file.\n")
 
-    show("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
+    print_output("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
     generate_in_torch_and_onnx(low, output / "smollm2-diff-v2-4bit-onnx", SMOLLM2_PROMPT, _NEW_TOKENS, overwrite)
     return differential
 
@@ -207,19 +211,19 @@ def score_recipes(differential: Path, output: Path, end: float) -> None:
     for file, recipe in recipes.items():
         write_atomically(file, recipe.to_yaml())
 
-    show("5. How much quality was lost?")
+    print_output("5. How much quality was lost?")
     # KL takes a fixed time. Items get the remaining time, at the speed that this machine then has.
     _score(differential, folder, _options(recipes, perplexity={"characters": _CHARACTERS}))
     first = _score(differential, folder, _options({}, hellaswag={"limit": _FIRST_ITEMS}))
     seconds = sum(cell.result.seconds or 0.0 for cell in first.cells if cell.result) / _FIRST_ITEMS
-    items = items_until(end, (1 + len(recipes)) * seconds, _MOST_ITEMS)
-    show(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's four minutes.")
+    items = count_items_until(end, (1 + len(recipes)) * seconds, _MOST_ITEMS)
+    print_output(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's four minutes.")
     options = _options(recipes, hellaswag={"limit": items}, perplexity={"characters": _CHARACTERS})
     result = _score(differential, folder, options)
-    show(result.table())
-    show(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
-    show("With so few items only large losses are visible, as the interval shows. KL")
-    show("shows smaller ones.")
+    print_output(result.table())
+    print_output(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
+    print_output("With so few items only large losses are visible, as the interval shows. KL")
+    print_output("shows smaller ones.")
 
 
 def _options(recipes: Iterable[Path], **tasks: dict[str, int]) -> SweepOptions:
@@ -228,14 +232,14 @@ def _options(recipes: Iterable[Path], **tasks: dict[str, int]) -> SweepOptions:
     return SweepOptions(tasks=tuple(tasks), bits=(16,), recipes=tuple(recipes), dtype="float32", task_options=given)
 
 
-def check_recipes(output: Path) -> None:
+def check_recipe_outputs(output: Path) -> None:
     """Check, before the demo starts, that its recipe files would not replace other files.
 
     Raises:
         OutputExistsError: one would.
     """
     for file, recipe in _recipe_files(output).items():
-        check_written_file(file, file.is_file() and file.read_bytes() == recipe.to_yaml().encode())
+        check_output_file(file, file.is_file() and file.read_bytes() == recipe.to_yaml().encode())
 
 
 def _recipe_files(output: Path) -> dict[Path, Recipe]:

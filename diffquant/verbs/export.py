@@ -86,12 +86,12 @@ def export(
     started, calibrated, given = time.monotonic(), 0.0, locals()
     if to != "onnx":
         return _export_gguf(to, given)
-    from diffquant.onnx import require
+    from diffquant.onnx import check_installed
 
-    require()
+    check_installed()
     from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.checkpoints.source import open_source
-    from diffquant.onnx.exporter import check_export, write_export
+    from diffquant.onnx.exporter import check_and_plan_export, write_export
     from diffquant.onnx.options import ExportOptions
 
     check_push(push)
@@ -109,7 +109,7 @@ def export(
         web=web,
     )
     folder, shown = Path(output), progress or progress_for("export")
-    plan = check_export(source, folder, options, overwrite)
+    plan = check_and_plan_export(source, folder, options, overwrite)
     note_if_transformer(plan.source)
     ranges: Ranges | Path | None = to_path(scales)
     if options.kv_bits < 16 and ranges is None:
@@ -150,7 +150,7 @@ def _export_gguf(to: str, given: Mapping[str, Any]) -> "GgufReport":
         given["model"],
         output,
         ParsedScheme.parse(str(given["weights"]), "g32", "weights"),
-        ends=ParsedScheme.parse("8:g32" if given["embed"] == 8 else "16"),
+        embedding_and_head=ParsedScheme.parse("8:g32" if given["embed"] == 8 else "16"),
         dtype=as_dtype(given["dtype"]),
         overwrite=given["overwrite"],
         progress=given["progress"] or progress_for("export"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diffquant.measure.fidelity.result import Fidelity
-    from diffquant.measure.fidelity.sides import Side
+    from diffquant.measure.fidelity.sides import ComparedModel
 
 CONTEXT = 512
 # What is read of a text unless somebody says otherwise.
@@ -94,14 +94,14 @@ def fidelity(
         raise UsageError(
             f"{option_name('card', True)} needs a candidate that is a local folder, whose model card it changes"
         )
-    from diffquant.measure.fidelity import save_base as write_base
+    from diffquant.measure.fidelity import save_base_file as write_base
     from diffquant.measure.fidelity.base_file import MAGIC
-    from diffquant.measure.fidelity.result import FILES, check_card, put_on_card, write_fidelity
-    from diffquant.support.outputs import check_written_file
+    from diffquant.measure.fidelity.result import FILES, check_card, write_fidelity, write_to_card
+    from diffquant.support.outputs import check_output_file
 
     shown, base = progress or progress_for("fidelity"), None if save_base is None else Path(save_base)
     if base is not None:
-        check_written_file(base, is_own=_begins_with(base, MAGIC))
+        check_output_file(base, is_own=_begins_with(base, MAGIC))
     elif output is not None:
         FILES.check(Path(output))
     if card:
@@ -116,25 +116,25 @@ def fidelity(
     if output is not None:
         notes.say_files_written(write_fidelity(result, Path(output), dataset))
     if card:
-        notes.say_files_written(put_on_card(result, Path(str(candidate)), dataset))
+        notes.say_files_written(write_to_card(result, Path(str(candidate)), dataset))
     return result
 
 
-def _compare(sides: "list[Side]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
+def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
     from diffquant.checkpoints.source import open_source
-    from diffquant.measure.fidelity import calibration_note, compare
+    from diffquant.measure.fidelity import calibration_note, compare_distributions
     from diffquant.measure.fidelity.base_file import count_scored_positions
     from diffquant.measure.fidelity.result import Fidelity
     from diffquant.support.installation import provenance, versions
 
-    comparison = compare(sides[0], sides[1], chunks, progress)
-    reference, candidate = ({"name": side.name, **side.about()} for side in sides)
+    comparison = compare_distributions(sides[0], sides[1], chunks, progress)
+    reference, candidate = ({"name": side.name, **side.describe_model()} for side in sides)
     if _is_packed(reference) and not _is_packed(candidate):
         notes.say("note: the reference has quantized weights and the candidate has not; are they exchanged?")
     if candidate["kind"] == "checkpoint":
         targets = chunks[:, -count_scored_positions(chunks.shape[1]) :].tolist()
         about["calibration"] = calibration_note(open_source(candidate["name"]), targets)
-    return Fidelity.of(comparison, reference, candidate, about, {**provenance(), "versions": versions()})
+    return Fidelity.from_compared(comparison, reference, candidate, about, {**provenance(), "versions": versions()})
 
 
 def _is_packed(side: JsonObject) -> bool:
@@ -143,12 +143,12 @@ def _is_packed(side: JsonObject) -> bool:
     return side["kind"] == "checkpoint" and bool(open_source(side["name"]).packed)
 
 
-def _open(place: str, top_k: int, dtype: str, device: str) -> "Side":
+def _open(place: str, top_k: int, dtype: str, device: str) -> "ComparedModel":
     from diffquant.measure.fidelity.base_file import MAGIC, BaseFile
-    from diffquant.measure.fidelity.sides import Server
+    from diffquant.measure.fidelity.sides import ServedModel
 
     if place.startswith(("http://", "https://")):
-        return Server(place, top_k)
+        return ServedModel(place, top_k)
     if _begins_with(Path(place), MAGIC):
         return BaseFile(Path(place))
     return _model(Path(place), dtype, device)
@@ -161,10 +161,10 @@ def _begins_with(file: Path, magic: bytes) -> bool:
         return stream.read(len(magic)) == magic
 
 
-def _model(path: Path, dtype: str, device: str) -> "Side":
+def _model(path: Path, dtype: str, device: str) -> "ComparedModel":
     """Return a checkpoint or an exported folder, open."""
     from diffquant.checkpoints.source import open_source
-    from diffquant.measure.fidelity.sides import Model
+    from diffquant.measure.fidelity.sides import LocalModel
     from diffquant.measure.torch_model import TorchModel
     from diffquant.onnx.targets import runtime_of
     from diffquant.quantization.loading import load
@@ -173,7 +173,7 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
     if runtime is not None:
         described = runtime.describe(path, device)
         about = {"kind": "export", "scheme": described.scheme, **described.identity}
-        return Model(path, runtime.open(path, device), about)
+        return LocalModel(path, runtime.open(path, device), about)
     source = open_source(path)
     loaded = load(source, dtype=dtype, device=device)
     about = {
@@ -182,20 +182,20 @@ def _model(path: Path, dtype: str, device: str) -> "Side":
         "recipe": source.recipe.to_dict(),
         "dtype": str(loaded.dtype).removeprefix("torch."),
     }
-    return Model(path, TorchModel(loaded, source.tokenizer), about)
+    return LocalModel(path, TorchModel(loaded, source.tokenizer), about)
 
 
 def _chunks(
-    sides: "list[Side]", text: Path | str | None, characters: int, context: int | None
+    sides: "list[ComparedModel]", text: Path | str | None, characters: int, context: int | None
 ) -> "tuple[Tensor, JsonObject]":
     """Return the tokens to read, in chunks, and a description; the arguments are see `fidelity`."""
     from diffquant.checkpoints.texts import load_text, text_digest
     from diffquant.measure.fidelity import cut_chunks
     from diffquant.measure.fidelity.base_file import count_scored_positions
-    from diffquant.measure.fidelity.result import count_parts
+    from diffquant.measure.fidelity.result import count_interval_groups
 
     about: JsonObject
-    longest = {side.name: side.longest for side in sides if side.longest is not None}
+    longest = {side.name: side.max_chunk_length for side in sides if side.max_chunk_length is not None}
     for name, length in longest.items():
         if context is not None and context > length:
             raise UsageError(f"{name} reads chunks of up to {length} tokens: {option_name('context', length)} fits")
@@ -218,6 +218,6 @@ def _chunks(
         "context": length,
         "chunks": count,
         "scored": count * count_scored_positions(length),
-        "parts": count_parts(count),
+        "parts": count_interval_groups(count),
     }
     return chunks, about

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.verbs import kinds
@@ -98,7 +98,7 @@ def generate(
             )
         loaded = model
     else:
-        places, chosen = Places.of(device, device_map, offload_folder), choose_device(device)
+        places, chosen = OffloadPlan.of(device, device_map, offload_folder), choose_device(device)
         wanted_dtype = as_dtype(dtype, chosen)
         source = open_source(model)
         tokenizer = tokenizer or source.tokenizer

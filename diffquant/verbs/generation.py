@@ -9,7 +9,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from diffquant.checkpoints.texts import check_prompt, iterate_text_pieces, to_divisor, tokens_left
+from diffquant.checkpoints.texts import check_prompt, iterate_text_pieces, to_logit_divisor, tokens_left
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.support.names import option_name
@@ -47,7 +47,7 @@ def stream(
     room = tokens_left(ids, config.vocab_size, config.max_position_embeddings, tokenizer)
     made = _TokenQueue()
     # transformers would draw among the 50 likeliest tokens alone.
-    drawn = {"do_sample": True, "temperature": to_divisor(temperature), "top_k": 0}
+    drawn = {"do_sample": True, "temperature": to_logit_divisor(temperature), "top_k": 0}
     sampling = drawn if temperature else {"do_sample": False}
     failures: list[BaseException] = []
     abandoned = Event()

@@ -77,11 +77,11 @@ def plan(
     """
     from diffquant.checkpoints.source import open_source
     from diffquant.quantization.planning import plan_memory
-    from diffquant.support.machine import free_memory
+    from diffquant.support.machine import available_memory
 
     wanted = None if recipe is None else Recipe.parse(recipe)
     source = open_source(model)
-    there = free_memory() if memory is None else _bytes(memory)
+    there = available_memory() if memory is None else _bytes(memory)
     where = "free on this machine" if memory is None else "as given"
     length = context or source.architecture.max_position_embeddings
     return plan_memory(source, wanted, length, batch, there, where)

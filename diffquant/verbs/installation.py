@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from diffquant.errors import MissingDependencyError
 from diffquant.support.machine import cores
-from diffquant.support.terminal import Readable
+from diffquant.support.terminal import PrintableResult
 from diffquant.verbs.kinds import check_arguments
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ADDED_BY = {
 
 
 @dataclass(frozen=True, repr=False)
-class Diagnosis(Readable):
+class Diagnosis(PrintableResult):
     """The installed packages and kernels, and the device.
 
     Attributes:
@@ -54,7 +54,7 @@ class Diagnosis(Readable):
     unmet: dict[str, str]
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every required package is installed in a supported version."""
         return None not in self.required.values() and not self.unmet.keys() & self.required.keys()
 
@@ -136,9 +136,9 @@ def _device() -> tuple[str, bool]:
 def _cuda_kernels() -> "KernelSurvey | None":
     import torch
 
-    from diffquant.kernels.gpu import survey
+    from diffquant.kernels.gpu import survey_kernels
 
-    return survey(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
+    return survey_kernels(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
 
 
 @check_arguments
@@ -151,11 +151,11 @@ def doctor() -> "Diagnosis":
         MissingDependencyError: a required package is missing or its version is not supported; its `result` is the
             diagnosis.
     """
-    from diffquant.onnx.native import kernel_name
+    from diffquant.onnx.native import attention_instruction_set
     from diffquant.support.installation import install_command
 
-    diagnosis = diagnose(kernel_name())
-    if not diagnosis.complete:
+    diagnosis = diagnose(attention_instruction_set())
+    if not diagnosis.is_complete:
         raise MissingDependencyError(
             f"a required package is missing, or its version is not supported: {install_command()}", diagnosis
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, U
 from diffquant.errors import UsageError
 from diffquant.recipe.targets import TARGETS
 from diffquant.support.names import did_you_mean, split_list, split_numbers
-from diffquant.support.plain_data import is_text
+from diffquant.support.plain_data import is_encodable_text
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,7 @@ def _check(verb: str, name: str, kind: Kind, takes: set[str], value: object) -> 
 
 def _check_name(name: str, value: object) -> None:
     """Check that a path is valid text, because it is written into UTF-8 records and pages."""
-    if isinstance(value, str | PathLike) and not is_text(str(value)):
+    if isinstance(value, str | PathLike) and not is_encodable_text(str(value)):
         raise UsageError(f"{name} is {str(value)!r}, which is not UTF-8; rename the file or folder")
 
 
@@ -276,7 +276,7 @@ def read_task_options(given: Mapping[str, object], verb: Callable[..., object]) 
 
 
 def _read(option: "TaskOption[object]", value: object) -> object:
-    if isinstance(value, str | PathLike) and not is_text(str(value)):
+    if isinstance(value, str | PathLike) and not is_encodable_text(str(value)):
         raise UsageError(f"{option.name} is {str(value)!r}, which is not UTF-8; rename the file")
     if isinstance(value, str):
         try:

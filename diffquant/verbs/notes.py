@@ -49,7 +49,7 @@ LOGGER = logging.getLogger("diffquant.verbs")
 say = LOGGER.info
 
 
-def show(text: str) -> None:
+def print_output(text: str) -> None:
     """Print part of the output of a verb that returns nothing."""
     clear_line()
     print(fit_to_terminal(text, sys.stdout), flush=True)

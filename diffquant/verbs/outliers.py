@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, to_path, to_paths
@@ -58,7 +58,7 @@ def outliers(
         tokens=tokens,
         window=window,
         dtype=dtype,
-        places=Places.of(device, device_map, offload_folder),
+        places=OffloadPlan.of(device, device_map, offload_folder),
         device=choose_device(device),
         progress=progress or progress_for("outliers"),
     )

@@ -11,7 +11,7 @@ from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.recipe import Recipe
 from diffquant.recipe.presets import PRESETS
 from diffquant.recipe.recipe import is_recipe_file
-from diffquant.recipe.rounding import NEAREST, to_sources
+from diffquant.recipe.rounding import NEAREST, to_calibration_paths
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, format_duration, progress_for
 from diffquant.verbs import kinds
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diffquant.checkpoints.weight_source import WeightSource
     from diffquant.model.causal import CausalModel
     from diffquant.quantization.plan import QuantizationPlan
-    from diffquant.quantization.quantize import Quantization
+    from diffquant.quantization.quantize import QuantizationResult
 
 AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", is_positional=True)]
 Output = Annotated["Path | str", kinds.Kind(Path, "FOLDER", short="-o")]
@@ -63,7 +63,7 @@ def quantize(
     overwrite: bool = False,
     on_plan: "Callable[[QuantizationPlan], None] | None" = None,
     progress: Progress | None = None,
-) -> "Quantization | CausalModel":
+) -> "QuantizationResult | CausalModel":
     """Quantize a checkpoint's weights, KV cache and logits.
 
         diffquant quantize model -o model-int4
@@ -123,7 +123,7 @@ def quantize(
     asks_for_weights = isinstance(recipe, Mapping) and "weights" in recipe
     rounding = _chosen_rule(rounding, effort)
     reads = {
-        "text": to_sources(to_paths(text or ())),
+        "text": to_calibration_paths(to_paths(text or ())),
         "tokens": tokens,
         "samples": samples,
         "window": window,
@@ -194,8 +194,8 @@ def _as_gguf(
     overwrite: bool,
     progress: Progress,
     tell: "Callable[[QuantizationPlan], None]",
-    make: "Callable[..., Quantization]",
-) -> "Quantization":
+    make: "Callable[..., QuantizationResult]",
+) -> "QuantizationResult":
     """Write a quantized checkpoint into a temporary folder, and convert it to a GGUF file.
 
     Raises:

@@ -115,9 +115,9 @@ def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     targets, smaller = find_packable_modules(source), dict[str, Scheme]()
     for module, scheme in ({} if source.packed else targets.schemes(recipe)).items():
         width = source.checkpoint.tensors[targets.weights[module]].shape[-1]
-        if scheme.size and width % scheme.size:
+        if scheme.granularity_size and width % scheme.granularity_size:
             pattern = re.sub(r"^.*?\.\d+\.", "*.", module)
-            group = math.gcd(width, scheme.size)
+            group = math.gcd(width, scheme.granularity_size)
             smaller[pattern] = Scheme.parse(f"{scheme.format.name}:{f'g{group}' if group >= SMALLEST_GROUP else 'row'}")
     if smaller:
         say("note: smaller groups, which divide the width: " + ", ".join(f"{n} {s}" for n, s in smaller.items()))
@@ -132,7 +132,7 @@ def choose_gptq_if_small(source: "Source | WeightSource", recipe: Recipe) -> Rec
     from diffquant.quantization.planning import estimate_seconds
 
     by_gptq = replace(recipe, rounding=replace(recipe.rounding, name="gptq"))
-    if recipe.rounding.reads:
+    if recipe.rounding.calibration_settings:
         return by_gptq
     has_imatrix = recipe.rounding.imatrix is not None
     if has_imatrix or not isinstance(source, Source) or source.packed or not has_tokenizer(source.path):
@@ -156,7 +156,7 @@ def choose_supported_rounding(source: "Source | WeightSource", recipe: Recipe) -
     try:
         checked_rounding(recipe.rounding, schemes)
     except UsageError as error:
-        if recipe.rounding.reads or recipe.rounding.options:
+        if recipe.rounding.calibration_settings or recipe.rounding.options:
             raise
         say(f"note: rounding by nearest, because {error}")
         return replace(recipe, rounding=NEAREST)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from diffquant.errors import UsageError
-from diffquant.reports.page import Report, Section, page
+from diffquant.reports.page import Report, Section, render_page
 from diffquant.reports.tables import Link, Table
 from diffquant.support.files import find_file_or_xz, write_atomically
-from diffquant.support.outputs import check_written_file
+from diffquant.support.outputs import check_output_file
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, to_path, to_paths
 
@@ -48,7 +48,7 @@ def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
             else f"no such folder: {', '.join(absent)}"
         )
     index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
-    check_written_file(index, _is_index(index))
+    check_output_file(index, _is_index(index))
     found = find_runs(folders)
     if not found:
         known = ", ".join(_KINDS)
@@ -59,8 +59,8 @@ def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
         near = {"← before": pages[number - 1] if number else None, "all runs": index}
         near["next →"] = pages[number + 1] if number + 1 < len(pages) else None
         links = [Link(text, _relative(target, file)) for text, target in near.items() if target is not None]
-        write_atomically(file, page(found[file], links))
-    write_atomically(index, page(_index_report(found, index)))
+        write_atomically(file, render_page(found[file], links))
+    write_atomically(index, render_page(_index_report(found, index)))
     return [index, *pages]
 
 

@@ -42,16 +42,16 @@ def run(
         UsageError: the prompt is empty or longer than the model's context, or there is no chat template.
         MissingDependencyError: ONNX Runtime is not installed, or cannot use the device.
     """
-    from diffquant.onnx import require
+    from diffquant.onnx import check_installed
 
-    require()
+    check_installed()
     from diffquant.onnx.runtime.device import describe_cpu_nodes
     from diffquant.onnx.runtime.generation import Generator
 
     generator = Generator(Path(folder), threads, device=device)
     if device == "auto" and generator.model.device.kind != "cpu":
         say(f"runs on {generator.model.device.name}")
-    if fallbacks := generator.model.fallbacks:
+    if fallbacks := generator.model.cpu_node_counts:
         say(describe_cpu_nodes(fallbacks))
     text = print_and_join(generator.stream(prompt, max_new_tokens, temperature, seed, chat), on_text)
     say_after_result(str(generator.speed), aside=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from diffquant.recipe.rounding import to_sources
+from diffquant.recipe.rounding import to_calibration_paths
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, parse_widths, split_texts, to_path, to_paths
@@ -73,15 +73,15 @@ def search(
     from diffquant.calib.search.allocation import Budget
     from diffquant.calib.search.outputs import check_same_search, check_search_output, write_search
     from diffquant.calib.search.search import Search
-    from diffquant.calib.search.tensor_types import check_kinds, check_types_output, check_widths
-    from diffquant.calib.search.tensor_types import tensor_types as llama_cpp_types
+    from diffquant.calib.search.tensor_types import check_ggml_types, check_gguf_names, check_types_output
+    from diffquant.calib.search.tensor_types import format_tensor_types as llama_cpp_types
     from diffquant.support.files import write_atomically
 
     lines = to_path(tensor_types)
     folder, wanted = Path(output), Budget.parse(str(budget))
     device = choose_device(device)
     if lines is not None:
-        check_widths(split_texts(targets), parse_widths(bits))
+        check_ggml_types(split_texts(targets), parse_widths(bits))
         check_types_output(lines, folder)
     check_search_output(str(wanted), folder)
     run = Search(
@@ -91,7 +91,7 @@ def search(
         targets=split_texts(targets),
         widths=parse_widths(bits),
         granularity=granularity,
-        text=to_sources(to_paths(text or ())),
+        text=to_calibration_paths(to_paths(text or ())),
         windows=windows,
         window=window,
         check_characters=characters,
@@ -101,7 +101,7 @@ def search(
     )
     check_same_search(str(wanted), run.source, run.targets, folder)
     if lines is not None:
-        check_kinds((unit.kind for unit in run.units if unit.target == "weights"), run.source.spec.maps)
+        check_gguf_names((unit.kind for unit in run.units if unit.target == "weights"), run.source.spec.maps)
     if on_plan is not None:
         on_plan(run)
     result = run.run(progress or progress_for("search"))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
-from diffquant.verbs.notes import say, show
+from diffquant.verbs.notes import print_output, say
 
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
 Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
@@ -56,13 +56,13 @@ def serve(
     """
     import torch
 
-    from diffquant.checkpoints.hub import local_path
-    from diffquant.checkpoints.tokenizer import explain_class_difference
+    from diffquant.checkpoints.hub import fetch_to_local_path
+    from diffquant.checkpoints.tokenizer import explain_tokenizer_difference
     from diffquant.serving.plan import plan_server
-    from diffquant.serving.server import check_port, check_processor, run_server
-    from diffquant.support.machine import free_memory
+    from diffquant.serving.server import check_cpu, check_port, run_server
+    from diffquant.support.machine import available_memory
 
-    path, memory = Path(model), None if torch.cuda.is_available() else free_memory()
+    path, memory = Path(model), None if torch.cuda.is_available() else available_memory()
     plan = plan_server(
         path,
         host=host,
@@ -75,15 +75,15 @@ def serve(
         memory=memory,
     )
     if memory is not None:
-        check_processor(path, plan.cache, implementation)
+        check_cpu(path, plan.cache, implementation)
     check_port(host, port)
 
     def announce() -> None:
-        if difference := explain_class_difference(local_path(path)):
+        if difference := explain_tokenizer_difference(fetch_to_local_path(path)):
             say(
                 f"note: vLLM tokenizes with the tokenizer's class, not with tokenizer.json: {difference}; "
                 "in tokenizer_config.json, set tokenizer_class to PreTrainedTokenizerFast"
             )
-        show(f"{plan.url}\n{plan.curl}")
+        print_output(f"{plan.url}\n{plan.curl}")
 
     run_server(plan, announce)

@@ -84,7 +84,7 @@ def sweep(
         FailedCellsError: some measurements failed; the others are written and in the error's `result`.
         KeyboardInterrupt: interrupted; the message says how to resume.
     """
-    from diffquant.measure.sweep.engines import choose_engine
+    from diffquant.measure.sweep.engines import choose_executor
     from diffquant.measure.sweep.grid import SweepOptions
     from diffquant.measure.sweep.outputs import write_outputs
     from diffquant.measure.sweep.run import run_sweep
@@ -114,7 +114,7 @@ def sweep(
             on_plan(work)
         say(f"sweep: {work.splitlines()[0]}")
 
-    options, engine = choose_engine(options, workers, devices, ray, say)
+    options, engine = choose_executor(options, workers, devices, ray, say)
     result = run_sweep(to_paths(models), options, folder, shown, runtime_of, engine, report_plan, shard or "")
     if shard is None:
         say_files_written(write_outputs(result, folder))

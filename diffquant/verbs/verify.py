@@ -40,9 +40,9 @@ def verify(
         ToleranceError: an output differs by more than the tolerance; its `result` has all comparisons.
         MissingDependencyError: ONNX Runtime is not installed, or cannot use the device.
     """
-    from diffquant.onnx import require
+    from diffquant.onnx import check_installed
 
-    require()
+    check_installed()
     from diffquant.onnx.verifier import verify as compare
 
     shown = progress or progress_for("verify")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffquant.measure.language_model import LanguageModel, require_finite
 from diffquant.measure.task import BATCH_TOKENS
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 Tokens = Sequence[int]
 
@@ -30,7 +30,7 @@ def choose(
     queries: Sequence[Tokens],
     labels: Sequence[Tokens],
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> list[int]:
     """Choose a label for each query: the one that greedy decoding spells after the prefix and the query.
 
@@ -65,9 +65,9 @@ class _Sequences:
     def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
         self.model = model
         self.rows = [list(prefix)]
-        self.cache = model.new_cache() if model.shares_prefixes else None
+        self.cache = model.new_cache() if model.can_share_prefixes else None
         if self.cache is not None:
-            model.read(torch.tensor(self.rows, device=model.device), cache=self.cache)
+            model.compute_outputs(torch.tensor(self.rows, device=model.device), cache=self.cache)
 
     def branch(self) -> Self:
         """A copy of the sequences that grows independently."""
@@ -79,10 +79,10 @@ class _Sequences:
         """Keep these R rows, in this order, and append tokens [R, T]; returns logits [R, V] of what follows."""
         # A long prefix takes much of the memory: copy it only if rows change.
         if self.cache is not None and rows != list(range(len(self.rows))):
-            self.cache.select(torch.tensor(rows, device=self.model.device))
+            self.cache.select_sequences(torch.tensor(rows, device=self.model.device))
         self.rows = [self.rows[row] + list(new) for row, new in zip(rows, tokens, strict=True)]
         ids = torch.tensor(self.rows if self.cache is None else [*map(list, tokens)], device=self.model.device)
-        logits = self.model.read(ids, cache=self.cache)[:, -1].logits()
+        logits = self.model.compute_outputs(ids, cache=self.cache)[:, -1].logits()
         require_finite(logits)
         return logits
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from diffquant.errors import UsageError
 from diffquant.support.files import read_bytes
 from diffquant.support.names import first_few, option_name
-from diffquant.support.plain_data import is_text, parse_json
+from diffquant.support.plain_data import is_encodable_text, parse_json
 
 TREC = ".label"
 CLINC = ".json"
@@ -210,7 +210,7 @@ def _words(value: object, what: str) -> str:
     Raises:
         UsageError: there are none, or the field is no text.
     """
-    if value is not None and not is_text(value):
+    if value is not None and not is_encodable_text(value):
         raise UsageError(f"{what} must be words, got {value!r:.40}")
     words = str(value or "").split()
     if not words:

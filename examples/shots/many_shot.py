@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from diffquant.errors import UsageError
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.stats import standard_error
-from diffquant.measure.task import LIMIT, Draw, Task, TaskOption, check_at_least_one
+from diffquant.measure.task import LIMIT, Draw, Task, TaskOption, read_positive_option
 from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 from examples.shots.plot import plot_shots
 
 if TYPE_CHECKING:
-    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.language_model import LanguageModel, ModelOutputs
     from examples.shots.labelled import Dataset
     from examples.shots.protocol import ManyShotPlan
 
@@ -66,12 +66,12 @@ class ManyShot(Task):
         """The task of a plan, its data read."""
         from examples.shots.labelled import load_dataset
 
-        train = _TRAIN.of(values)
+        train = _TRAIN.value_in(values)
         if train is None:
             raise UsageError(f"{name} needs labelled texts: give {option_name('train')} and {option_name('test')}")
-        data = load_dataset(train, _TEST.of(values), _FINE.of(values))
+        data = load_dataset(train, _TEST.value_in(values), _FINE.value_in(values))
         plan.check(data)
-        return cls(data=data, plan=plan, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        return cls(data=data, plan=plan, limit=read_positive_option(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class ManyShot(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
+    def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         from examples.shots import protocol
 
         outcome = protocol.evaluate_many_shot(model, self.data, self.plan, self.limit, self.batch_tokens, progress)

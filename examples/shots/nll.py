@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from diffquant.errors import UsageError
 from diffquant.measure.cells import Cell
-from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, fields, format_interval
+from diffquant.measure.results import FAILED, MISSING, Columns, Metric, TaskResult, format_interval, interval_fields
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.measure.task import (
     BATCH_TOKENS,
@@ -24,17 +24,17 @@ from diffquant.measure.task import (
     TEXT,
     WINDOW,
     Task,
-    check_at_least_one,
+    read_positive_option,
 )
-from diffquant.reports.plots import Interval, Line, Look
+from diffquant.reports.plots import IntervalPoint, Look, PlotLine
 from diffquant.support.plain_data import JsonObject
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 from examples.shots.panels import draw_panels, panels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.language_model import LanguageModel, ModelOutputs
 
 
 # Words in the table, and the prefixes of their fields in a result.
@@ -72,7 +72,7 @@ def _record(result: TaskResult | None, baseline: TaskResult | None) -> JsonObjec
     details = result.details if result else {}
     record: JsonObject = {"ar_hit_share": details.get("ar_hit_share")}
     for kind in _KINDS.values():
-        record |= {kind: details.get(kind), **fields(f"{kind}_change", _change(kind, result, baseline))}
+        record |= {kind: details.get(kind), **interval_fields(f"{kind}_change", _change(kind, result, baseline))}
     return record
 
 
@@ -110,7 +110,7 @@ POSITIONS = Columns(
 )
 
 
-def position_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[Line]]:
+def position_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[PlotLine]]:
     """Return the lines of each panel by the panel's title.
 
     A line has the mean NLL in nats up to each position, with its interval over windows.
@@ -130,21 +130,21 @@ def plot_positions(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
     draw_panels(shown, _draw, _finish, "cumulative average NLL, nats\n(shaded: 95 % over windows)", path)
 
 
-def _line(name: str, cell: Cell) -> Line:
+def _line(name: str, cell: Cell) -> PlotLine:
     details = cell.result.details if cell.result else {}
     by_position = map(mean_interval, zip(*details["cumulative_nll_by_window"], strict=True))
-    points = (Interval(p, d.mean, d.low, d.high) for p, d in zip(details["positions"], by_position, strict=True))
-    return Line(name, tuple(points), cell.point.scheme)
+    points = (IntervalPoint(p, d.mean, d.low, d.high) for p, d in zip(details["positions"], by_position, strict=True))
+    return PlotLine(name, tuple(points), cell.point.scheme_text)
 
 
-def _draw(axis: Any, line: Line, label: str, style: Look) -> None:
+def _draw(axis: Any, line: PlotLine, label: str, style: Look) -> None:
     positions, means, lows, highs, _ = zip(*line.points, strict=True)
     axis.plot(positions, means, label=label, markersize=4, **style)
     if max(highs) < float("inf"):
         axis.fill_between(positions, lows, highs, color=style["color"], alpha=0.08, linewidth=0)
 
 
-def _finish(axis: Any, lines: list[Line]) -> None:  # noqa: ARG001
+def _finish(axis: Any, lines: list[PlotLine]) -> None:  # noqa: ARG001
     axis.set_xscale("log", base=2)
     axis.set_xlabel("tokens read")
 
@@ -175,14 +175,14 @@ class Nll(Task):
 
         if name != cls.kind:
             raise cls.make_name_error(name)
-        window = WINDOW.of(values)
+        window = WINDOW.value_in(values)
         if window < 2:
             raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")
-        text = load_text(TEXT.of(values), check_at_least_one(CHARACTERS, values))
+        text = load_text(TEXT.value_in(values), read_positive_option(CHARACTERS, values))
         return cls(text=text, window=window, batch_tokens=batch_tokens)
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return len(self.text) // CHARACTERS_PER_TOKEN
 
     def identity(self) -> JsonObject:
@@ -196,7 +196,7 @@ class Nll(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
+    def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         nll, is_hit = score_positions(model, self.text, self.window, self.batch_tokens, progress)
         windows, window = nll.shape
         positions, cumulative = cumulative_means(nll)
@@ -231,7 +231,7 @@ def score_positions(
     text: str,
     window: int = WINDOW.default,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> "tuple[Tensor, Tensor]":
     """Compute negative log-likelihoods of a text's tokens in windows of one length; an incomplete last one is skipped.
 
@@ -249,7 +249,7 @@ def score_positions(
     from diffquant.measure.language_model import require_finite
     from diffquant.measure.scoring import token_scores
 
-    tokens = encode_text(model.tokenizer, text, model.vocabulary, model.device)
+    tokens = encode_text(model.tokenizer, text, model.vocabulary_size, model.device)
     window = min(window, len(tokens) - 1, model.max_length)
     if window < 2:
         raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")
@@ -260,7 +260,7 @@ def score_positions(
     rows = max(1, batch_tokens // window)
     for first in range(0, len(windows), rows):
         with torch.inference_mode():
-            states = model.read(windows[first : first + rows])
+            states = model.compute_outputs(windows[first : first + rows])
             for row, wanted in enumerate(targets[first : first + rows]):
                 nll[first + row] = -token_scores(states[row], wanted[:, None])[0].flatten().double()
         progress(min(first + rows, len(windows)) * window, windows.numel(), "reading")

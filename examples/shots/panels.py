@@ -4,22 +4,22 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from diffquant.reports.plots import Line, Look, escape_dollars, look, new_figure, tidy
+from diffquant.reports.plots import Look, PlotLine, escape_dollars, new_figure, series_style, style_axis
 
 
-def panels(lines: Iterable[tuple[str | None, Line]]) -> dict[str, list[Line]]:
+def panels(lines: Iterable[tuple[str | None, PlotLine]]) -> dict[str, list[PlotLine]]:
     """Group lines by the title of their panel; lines with title None, at 16 bits, are in every panel."""
-    full: list[Line] = []
-    narrow: dict[str, list[Line]] = {}
+    full: list[PlotLine] = []
+    narrow: dict[str, list[PlotLine]] = {}
     for title, line in lines:
         (full if title is None else narrow.setdefault(title, [])).append(line)
     return {title: full + found for title, found in narrow.items()} or ({"16 bits": full} if full else {})
 
 
 def draw_panels(
-    shown: Mapping[str, list[Line]],
-    draw: Callable[[Any, Line, str, Look], None],
-    finish: Callable[[Any, list[Line]], None],
+    shown: Mapping[str, list[PlotLine]],
+    draw: Callable[[Any, PlotLine, str, Look], None],
+    finish: Callable[[Any, list[PlotLine]], None],
     label: str,
     path: Path,
 ) -> None:
@@ -38,12 +38,12 @@ def draw_panels(
     for axis, (title, lines) in zip(axes, shown.items(), strict=True):
         schemes = list(dict.fromkeys(line.scheme for line in lines))
         for line in lines:
-            style = look(schemes.index(line.scheme))
-            style["color"] = look(models.index(line.model))["color"]
+            style = series_style(schemes.index(line.scheme))
+            style["color"] = series_style(models.index(line.model))["color"]
             draw(axis, line, escape_dollars(f"{line.model}, {line.scheme}"), style)
         finish(axis, lines)
         axis.set_title(title, fontsize=11)
         axis.legend(fontsize=8, frameon=False)
-        tidy(axis)
+        style_axis(axis)
     axes[0].set_ylabel(label)
     figure.savefig(path, dpi=200)

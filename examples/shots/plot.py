@@ -10,24 +10,24 @@ from typing import Any
 from diffquant.errors import UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.stats import standard_error
-from diffquant.reports.plots import Interval, Line, Look
+from diffquant.reports.plots import IntervalPoint, Look, PlotLine
 from examples.shots.panels import draw_panels, panels
 
 
-def shots_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[Line]]:
+def shots_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[PlotLine]]:
     """Each panel's lines by its title, over two or more numbers of demonstrations.
 
     A point is (shots, accuracy in percent with one standard error to both sides), few shots first.
     """
-    scores: dict[tuple[str, str, str | None], dict[int, Interval]] = {}
+    scores: dict[tuple[str, str, str | None], dict[int, IntervalPoint]] = {}
     for model, cell in cells:
         if cell.result is not None:
-            line = (model, cell.point.scheme, None if cell.point.is_baseline else cell.point.panel)
+            line = (model, cell.point.scheme_text, None if cell.point.is_baseline else cell.point.panel)
             # Of two tasks with as many shots, such as 6 and 6:5, the one named later.
             shots = cell.result.shots or 0
             scores.setdefault(line, {})[shots] = _accuracy(shots, cell.result.values or [])
     return panels(
-        (title, Line(model, tuple(sorted(by_shots.values())), scheme))
+        (title, PlotLine(model, tuple(sorted(by_shots.values())), scheme))
         for (model, scheme, title), by_shots in scores.items()
         if len(by_shots) > 1
     )
@@ -45,12 +45,12 @@ def plot_shots(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
     draw_panels(shown, _draw, _finish, "accuracy, %\n(± 1 standard error)", path)
 
 
-def _accuracy(shots: int, values: Sequence[float]) -> Interval:
+def _accuracy(shots: int, values: Sequence[float]) -> IntervalPoint:
     mean, error = 100 * sum(values) / len(values), 100 * (standard_error(values) or 0.0)
-    return Interval(shots, mean, mean - error, mean + error)
+    return IntervalPoint(shots, mean, mean - error, mean + error)
 
 
-def _draw(axis: Any, line: Line, label: str, style: Look) -> None:
+def _draw(axis: Any, line: PlotLine, label: str, style: Look) -> None:
     shots, accuracies, _, highs, _ = zip(*line.points, strict=True)
     errors = [high - accuracy for high, accuracy in zip(highs, accuracies, strict=True)]
     axis.errorbar(
@@ -58,7 +58,7 @@ def _draw(axis: Any, line: Line, label: str, style: Look) -> None:
     )
 
 
-def _finish(axis: Any, lines: list[Line]) -> None:
+def _finish(axis: Any, lines: list[PlotLine]) -> None:
     axis.set_xscale("log")
     ticks = sorted({point.x for line in lines for point in line.points})
     axis.set_xticks(ticks, [f"{shots:g}" for shots in ticks])

@@ -15,7 +15,7 @@ from diffquant.errors import UsageError
 from diffquant.measure.language_model import LanguageModel, RequestEncoder
 from diffquant.measure.task import BATCH_TOKENS
 from diffquant.support.names import option_name
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 from examples.shots.constrained import choose
 from examples.shots.labelled import Dataset, Example
 
@@ -120,14 +120,14 @@ def evaluate_many_shot(
     plan: ManyShotPlan,
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> ManyShotOutcome:
     """Ask for the labels of the first `limit` test texts, in an order drawn once.
 
     Raises:
         UsageError: the prompts do not fit the model's context, or its tokenizer cannot tell labels apart.
     """
-    encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary)
+    encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary_size)
     asked = question_order(data.test, plan.seed)[:limit]
     labels = label_tokens(encoder, data.labels)
     queries = query_tokens(encoder, [example.text for example in asked], data.train[0])
@@ -191,7 +191,7 @@ def question_order(test: Sequence[Example], seed: int) -> list[Example]:
 def query_tokens(encoder: RequestEncoder, texts: Sequence[str], shown: Example) -> list[tuple[int, ...]]:
     """Tokens of each question as they follow a demonstration; which one is shown does not matter."""
     questions = ((demonstration(shown), BETWEEN + QUERY.format(text=text)) for text in texts)
-    return [request.continuation for request in encoder.requests(questions)]
+    return [request.continuation for request in encoder.encode_requests(questions)]
 
 
 def label_tokens(encoder: RequestEncoder, labels: Sequence[str]) -> list[tuple[int, ...]]:
@@ -203,8 +203,8 @@ def label_tokens(encoder: RequestEncoder, labels: Sequence[str]) -> list[tuple[i
     before = QUERY.format(text="?")
     tokens = []
     for label in labels:
-        label_alone = encoder.request(before, f" {label}").continuation
-        tokens.append(encoder.request(before, f" {label}{BETWEEN}{QUERY}").continuation[: len(label_alone) + 1])
+        label_alone = encoder.encode_request(before, f" {label}").continuation
+        tokens.append(encoder.encode_request(before, f" {label}{BETWEEN}{QUERY}").continuation[: len(label_alone) + 1])
     for (a, one), (b, other) in pairwise(sorted(zip(tokens, labels, strict=True))):
         if b[: len(a)] == a:
             raise UsageError(f"many-shot: labels {one!r} and {other!r} are the same to the tokenizer; rename one")

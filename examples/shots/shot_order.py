@@ -12,7 +12,7 @@ from examples.shots.many_shot import ManyShot
 from examples.shots.order_columns import ORDERS
 
 if TYPE_CHECKING:
-    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.language_model import LanguageModel, ModelOutputs
     from examples.shots.protocol import OrderPlan
 
 _NAME = re.compile(r"shot-order:([0-9]{1,9})(?::([0-9]{1,9}))?(:alternate)?")
@@ -49,7 +49,7 @@ class ShotOrder(ManyShot):
     def name(self) -> str:
         return f"{self.kind}:{self.plan.shots}:{self.plan.draws}" + (":alternate" if self.plan.alternates else "")
 
-    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:
         result = super().run(model, reference, progress)
         details = {name: value for name, value in result.details.items() if name not in ("by_draw", "choices_by_draw")}
         by_order = result.details["by_draw"]

@@ -18,7 +18,7 @@ from diffquant.onnx.graph.linears import FLOAT_KINDS, Linears, block_size, conta
 from diffquant.onnx.graph.matrix import Matrix, checked_cast
 from diffquant.onnx.graph.nodes import EMITTED
 from diffquant.onnx.graph.op import CONTRIB
-from diffquant.onnx.graph.streaming import Streamed
+from diffquant.onnx.graph.streaming import StreamedTensor
 
 
 def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor, is_transposed: bool) -> str:
@@ -37,13 +37,13 @@ def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor,
     own = replace(matrix, shape=(rows.numel(), width), order=rows.flatten())
 
     def make(first: int, last: int) -> Tensor:
-        values = checked_cast(own.floats(first * height, last * height), dtype, matrix.stored_name)
+        values = checked_cast(own.read_float32(first * height, last * height), dtype, matrix.stored_name)
         by_head: Tensor = values.unflatten(0, (-1, height))
         return by_head.mT if is_transposed else by_head
 
     shape = (heads, width, height) if is_transposed else (heads, height, width)
     entries = height * width
-    return linears.stream(Streamed(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
+    return linears.add_tensor(StreamedTensor(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
 
 
 def add_expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, number: str) -> str:
@@ -68,19 +68,19 @@ def _values(linears: Linears, matrix: Matrix, experts: int) -> str:
     height = rows // experts
 
     def make(first: int, last: int) -> Tensor:
-        return checked_cast(matrix.values(first * height, last * height), dtype, matrix.stored_name)
+        return checked_cast(matrix.read_unquantized(first * height, last * height), dtype, matrix.stored_name)
 
     shape, entries = (experts, height, width), height * width
     name = f"{matrix.module}.weight"
-    return linears.stream(Streamed(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
+    return linears.add_tensor(StreamedTensor(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
 
 
 def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: str) -> str:
     """Add the gathering and dequantization of one expert's weight [out, in], and return its name."""
     graph, (out, width) = linears.graph, shape
-    layout = linears.layout(matrix)
+    layout = linears.make_stored_tensors(matrix)
     scales = replace(layout["scales"], shape=(*layout["scales"].shape, 1))
-    codes, scales_name = linears.stream(layout["codes"]), linears.stream(scales)
+    codes, scales_name = linears.add_tensor(layout["codes"]), linears.add_tensor(scales)
     first = graph.add("Mul", number, graph.constant(f"expert.height.{out}", np.array(out, np.int64)))
     rows = graph.add("Add", graph.constant(f"expert.rows.{out}", np.arange(out)), first)
     block = block_size(matrix.scheme, width) or width
@@ -95,14 +95,14 @@ def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], num
         gather_axis=0,
         quantize_axis=2,
     )
-    return linears.join_blocks(blocks, f"expert.row.{out}.{width}", (out,), width, block)
+    return linears.add_block_join(blocks, f"expert.row.{out}.{width}", (out,), width, block)
 
 
-def scale_by(decoder: Decoder, x: str, factor: float, is_wide: bool = False) -> str:
-    """Multiply x by a constant and return the product's name; `is_wide`: x is float32, not the activations' type."""
+def scale_by(decoder: Decoder, x: str, factor: float, is_float32: bool = False) -> str:
+    """Multiply x by a constant and return the product's name; `is_float32`: x is float32, not the activations' type."""
     if factor == 1.0:
         return x
-    dtype = np.dtype(np.float32) if is_wide else helper.tensor_dtype_to_np_dtype(decoder.graph.kind)
+    dtype = np.dtype(np.float32) if is_float32 else helper.tensor_dtype_to_np_dtype(decoder.graph.kind)
     return decoder.graph.add("Mul", x, decoder.graph.constant(f"factor.{factor:.17g}.{dtype}", np.array(factor, dtype)))
 
 
@@ -110,21 +110,21 @@ def _bounds(decoder: Decoder, poly: PolySettings) -> list[str]:
     return [decoder.graph.constant(f"clamp.{x!r}", np.array(x, np.float32)) for x in (-poly.clamp, poly.clamp)]
 
 
-def poly_mlp(decoder: Decoder, x: str, place: str, block: PolyMLPBlock) -> str:
+def add_poly_mlp(decoder: Decoder, x: str, place: str, block: PolyMLPBlock) -> str:
     """Add a gated MLP with PolyNorm, and return its output's name."""
     bounds = _bounds(decoder, block.poly)
     gate, up = (
-        decoder.graph.add("Clip", decoder.graph.wide(y), *bounds)
-        for y in decoder.products(x, [f"{place}.gate_proj", f"{place}.up_proj"])
+        decoder.graph.add("Clip", decoder.graph.to_float32(y), *bounds)
+        for y in decoder.add_linears(x, [f"{place}.gate_proj", f"{place}.up_proj"])
     )
     weight, bias = _poly_parameters(decoder, f"{place}.act_fn", block.poly)
     active = EMITTED[block.activation](decoder.graph, gate, {"weight": weight, "bias": bias})
-    product = decoder.graph.narrow(decoder.graph.add("Mul", active, up))
-    return decoder.linear(scale_by(decoder, product, block.poly.scale), f"{place}.down_proj")
+    product = decoder.graph.to_activation_type(decoder.graph.add("Mul", active, up))
+    return decoder.add_linear(scale_by(decoder, product, block.poly.scale), f"{place}.down_proj")
 
 
 def _poly_parameters(decoder: Decoder, place: str, poly: PolySettings) -> list[str]:
-    weight, bias = (decoder.plan.vector(f"{place}.{name}") for name in ("weight", "bias"))
+    weight, bias = (decoder.plan.read_vector(f"{place}.{name}") for name in ("weight", "bias"))
     if poly.sigmoid:
         weight = weight.sigmoid()
     if poly.bias_clamp is not None:
@@ -135,7 +135,7 @@ def _poly_parameters(decoder: Decoder, place: str, poly: PolySettings) -> list[s
     ]
 
 
-def experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
+def add_experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
     """Add a mixture of experts: router, Loop over the chosen experts and shared expert; return the output's name."""
     graph = decoder.graph
     tokens = graph.add("Reshape", x, graph.int64("tokens", (-1, block.width)))
@@ -161,9 +161,9 @@ def experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
     inputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip(given, kinds, strict=True)]
     outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip((goes_on, total), kinds[1:], strict=True)]
     body = helper.make_graph(nodes, f"{place}.expert", inputs, outputs)
-    routed = decoder.graph.narrow(graph.add("Loop", count, always, nothing, body=body))
+    routed = decoder.graph.to_activation_type(graph.add("Loop", count, always, nothing, body=body))
     by_token = graph.add("Reshape", routed, graph.add("Shape", x))
-    return graph.add("Add", by_token, poly_mlp(decoder, x, f"{place}.shared_experts", block.shared))
+    return graph.add("Add", by_token, add_poly_mlp(decoder, x, f"{place}.shared_experts", block.shared))
 
 
 def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tuple[str, str]:
@@ -171,10 +171,10 @@ def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tu
     graph, plan = decoder.graph, decoder.plan
     name = f"{place}.router.gate.weight"
     weight = graph.constant(name, plan.read_small_matrix(name).T.contiguous().numpy())
-    scores = graph.add("Sigmoid", graph.add("MatMul", decoder.graph.wide(tokens), weight))
+    scores = graph.add("Sigmoid", graph.add("MatMul", decoder.graph.to_float32(tokens), weight))
     favoured = scores
     if block.biased:
-        bias = graph.constant(f"{place}.expert_bias", plan.vector(f"{place}.expert_bias").numpy())
+        bias = graph.constant(f"{place}.expert_bias", plan.read_vector(f"{place}.expert_bias").numpy())
         favoured = graph.add("Add", scores, bias)
     chosen = graph.unused_name("TopK_indices")
     graph.add_with_outputs(
@@ -185,7 +185,7 @@ def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tu
         sums = graph.add("ReduceSum", shares, graph.int64("second_axis", (1,)))
         least = graph.constant("smallest_share", np.array(SUM_EPS, np.float32))
         shares = graph.add("Div", shares, graph.add("Add", sums, least))
-    return chosen, scale_by(decoder, shares, block.scale, is_wide=True)
+    return chosen, scale_by(decoder, shares, block.scale, is_float32=True)
 
 
 def _with_expert(
@@ -209,12 +209,12 @@ def _with_expert(
     up_matrix, down_matrix = (
         decoder.plan.matrices[f"{place}.experts.{name}"] for name in ("gate_up_proj", "down_proj")
     )
-    both = decoder.graph.wide(add_expert_product(decoder.linears, own, up_matrix, block.experts, number))
+    both = decoder.graph.to_float32(add_expert_product(decoder.linears, own, up_matrix, block.experts, number))
     gate, up = decoder.graph.split(both, [block.inner, block.inner])
     weight, bias = (graph.add("Gather", name, number) for name in parameters)
     active = EMITTED["poly_norm"](graph, gate, {"weight": weight, "bias": bias})
-    product = graph.narrow(graph.add("Clip", graph.add("Mul", active, up), *_bounds(decoder, poly)))
+    product = graph.to_activation_type(graph.add("Clip", graph.add("Mul", active, up), *_bounds(decoder, poly)))
     y = add_expert_product(decoder.linears, scale_by(decoder, product, poly.scale), down_matrix, block.experts, number)
     column = graph.int64("second_axis", (1,))
-    shared = graph.add("Mul", decoder.graph.wide(y), graph.add("Unsqueeze", share, column))
+    shared = graph.add("Mul", decoder.graph.to_float32(y), graph.add("Unsqueeze", share, column))
     return graph.add("ScatterND", total, graph.add("Unsqueeze", rows, column), shared, reduction="add")

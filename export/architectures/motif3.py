@@ -17,14 +17,14 @@ from torch import Tensor
 from diffquant.family.mask import Mask
 from diffquant.model.blocks import Blocks, RMSNormBlock
 from diffquant.model.motif3.architecture import Motif3Architecture
-from diffquant.model.motif3.blocks import LatentAttentionBlock, StreamsBlock
+from diffquant.model.motif3.blocks import LatentAttentionBlock, StreamGatesBlock
 from diffquant.model.motif3.modeling import EPS, LARGEST_GATE, LARGEST_MIX, SMALLEST_SUM, Motif3Layer, Motif3Model
 from diffquant.model.reading import Reading
 from diffquant.model.windowed_cache import MixedCache
 from diffquant.onnx.architectures.experts import add_head_matrices, scale_by
-from diffquant.onnx.architectures.transformer import norm
+from diffquant.onnx.architectures.transformer import add_norm
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT, Decoder
-from diffquant.onnx.graph.op import DOMAIN, NAME, OpAttributes, make_function
+from diffquant.onnx.graph.op import DOMAIN, NAME, AttentionAttributes, make_function
 from diffquant.onnx.graph.plan import EMBEDDING, ExportPlan, Scales
 from diffquant.onnx.verification.caches import GrowingCache
 from diffquant.onnx.verification.reference import Reference
@@ -32,16 +32,16 @@ from diffquant.onnx.verification.reference import Reference
 READ_STREAMS = "ReadStreams"
 
 
-def read_streams_function(streams: int, rounds: int, opset: int) -> FunctionProto:
+def read_streams_function(streams: int, sinkhorn_iterations: int, opset: int) -> FunctionProto:
     """Return ReadStreams as an ONNX function in standard ops, which computes in float32.
 
     Args:
         streams: number E of residual streams.
-        rounds: number of Sinkhorn iterations: rows of the mixing matrix, then columns, are divided by their sums.
+        sinkhorn_iterations: how often rows of the mixing matrix, then columns, are divided by their sums.
         opset: the model's version of the standard domain, 18 or later.
     """
     signature = f"{READ_STREAMS} (x, weight, projection, alpha, bias) => (read, mixed, writes)"
-    return make_function(signature, _text(streams, rounds), opset)
+    return make_function(signature, _text(streams, sinkhorn_iterations), opset)
 
 
 def _text(streams: int, rounds: int) -> str:
@@ -100,13 +100,13 @@ def _text(streams: int, rounds: int) -> str:
 _ANGLES, _POSITIONS = "angles", "positions"
 
 
-class LatentReference(Reference):
+class Motif3Reference(Reference):
     """The torch reference of an exported Motif-3."""
 
     packs = False
 
     def _embed(self, ids: Tensor) -> Tensor:
-        return self._decoder.start(super()._embed(ids)).flatten(-2)
+        return self._decoder.initial_state(super()._embed(ids)).flatten(-2)
 
     def _final_norm(self, x: Tensor) -> Tensor:
         return super()._final_norm(self._streams(x).mean(-2))
@@ -119,7 +119,7 @@ class LatentReference(Reference):
         first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
         for chunk in x.split(list(self._reading.calls) or x.shape[1], 1):
             positions = torch.arange(first, first + chunk.shape[1])[None]
-            tables = self._decoder.tables(positions, chunk)[number]
+            tables = self._decoder.layer_rotary_tables(positions, chunk)[number]
             parts.append(layer(self._streams(chunk), tables, reading).flatten(-2))
             first += chunk.shape[1]
         return torch.cat(parts, 1), cache.held[0]
@@ -144,45 +144,45 @@ class LatentReference(Reference):
 class Motif3Decoder(Decoder):
     """Builds layers of latent attention and experts, with several residual streams."""
 
-    twin = LatentReference
+    twin = Motif3Reference
 
     def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
         super().__init__(plan, scales)
         self.own = cast(Motif3Architecture, self.architecture)
 
-    def attributes(self, window: int | None = None) -> OpAttributes:
+    def attention_attributes(self, window: int | None = None) -> AttentionAttributes:
         # The scale is that of the model's own queries, which are narrower than those over latents.
-        return replace(super().attributes(window), scale=self.architecture.diff_spec.scale)
+        return replace(super().attention_attributes(window), scale=self.architecture.diff_spec.scale)
 
-    def embed(self, ids: str) -> str:
-        rows = self.linears.lookup(ids, self.plan.matrices[EMBEDDING], "token_rows")
+    def add_embedding(self, ids: str) -> str:
+        rows = self.linears.add_lookup(ids, self.plan.matrices[EMBEDDING], "token_rows")
         return self.graph.add("Concat", *[rows] * self.own.mhc_expansion_rate, axis=-1, name=EMBEDDED)
 
-    def layer_output(self, x: str, blocks: Blocks) -> str:
+    def add_layer(self, x: str, blocks: Blocks) -> str:
         mixer, network, first, second, *gates = blocks
         for gate, before, part, name in zip(
             gates, (first, second), (mixer, network), (None, LAYER_OUTPUT.format(layer=self.layer)), strict=True
         ):
-            read, mixed, writes = self.part(x, gate)
-            y = self.part(self.part(read, before), part)
+            read, mixed, writes = self.add_layer_block(x, gate)
+            y = self.add_layer_block(self.add_layer_block(read, before), part)
             x = self._written(mixed, y, writes, name)
         return x
 
-    def final_norm(self, x: str) -> str:
+    def add_final_norm(self, x: str) -> str:
         graph = self.graph
         by_stream = graph.int64("by_stream", (0, 0, self.own.mhc_expansion_rate, self.own.hidden_size))
-        streams = graph.wide(graph.add("Reshape", x, by_stream))
+        streams = graph.to_float32(graph.add("Reshape", x, by_stream))
         mean = graph.add("ReduceMean", streams, graph.int64("streams_axis", (2,)), keepdims=0)
-        return super().final_norm(graph.narrow(mean))
+        return super().add_final_norm(graph.to_activation_type(mean))
 
     def _written(self, mixed: str, y: str, writes: str, name: str | None) -> str:
         graph = self.graph
-        row = graph.add("Unsqueeze", graph.wide(y), graph.int64("streams_axis", (2,)))
-        streams = graph.narrow(graph.add("Add", mixed, graph.add("Mul", writes, row)))
+        row = graph.add("Unsqueeze", graph.to_float32(y), graph.int64("streams_axis", (2,)))
+        streams = graph.to_activation_type(graph.add("Add", mixed, graph.add("Mul", writes, row)))
         return graph.add("Reshape", streams, graph.int64("one_behind_another", (0, 0, -1)), name=name)
 
 
-def read_streams(decoder: Decoder, x: str, place: str, block: StreamsBlock) -> tuple[str, str, str]:
+def add_read_streams(decoder: Decoder, x: str, place: str, block: StreamGatesBlock) -> tuple[str, str, str]:
     """Add the ReadStreams node before attention or MLP.
 
     Returns:
@@ -190,60 +190,62 @@ def read_streams(decoder: Decoder, x: str, place: str, block: StreamsBlock) -> t
         [B, T, E, 1] with which the output of attention or MLP is added to each stream.
     """
     graph, plan = decoder.graph, decoder.plan
-    decoder.function(read_streams_function(block.streams, block.rounds, decoder.options.opset))
-    heights = {gate: int(np.prod(shape)) for gate, shape in block.gates.items()}
+    decoder.add_function(read_streams_function(block.streams, block.rounds, decoder.options.opset))
+    heights = {gate: int(np.prod(shape)) for gate, shape in block.gate_shapes.items()}
     parts = {
         "projection": torch.cat([plan.read_small_matrix(f"{place}.proj_{gate}.weight") for gate in heights]).T,
-        "alpha": torch.cat([plan.vector(f"{place}.alpha_{gate}").expand(n) for gate, n in heights.items()]),
-        "bias": torch.cat([plan.vector(f"{place}.bias_{gate}").flatten() for gate in heights]),
+        "alpha": torch.cat([plan.read_vector(f"{place}.alpha_{gate}").expand(n) for gate, n in heights.items()]),
+        "bias": torch.cat([plan.read_vector(f"{place}.bias_{gate}").flatten() for gate in heights]),
     }
     inputs = [graph.constant(f"{place}.{name}", values.contiguous().numpy()) for name, values in parts.items()]
-    weight = graph.constant(f"{place}.weight", plan.vector(f"{place}.rms_norm.weight").numpy())
+    weight = graph.constant(f"{place}.weight", plan.read_vector(f"{place}.rms_norm.weight").numpy())
     read, mixed, writes = names = [f"{place}.{name}" for name in ("read", "mixed", "writes")]
     graph.add_with_outputs(READ_STREAMS, [x, weight, *inputs], names, DOMAIN)
-    return read, mixed, scale_by(decoder, writes, block.post_scale, is_wide=True)
+    return read, mixed, scale_by(decoder, writes, block.post_scale, is_float32=True)
 
 
-def latent_attention(decoder: Decoder, x: str, place: str, block: LatentAttentionBlock) -> str:
+def add_latent_attention(decoder: Decoder, x: str, place: str, block: LatentAttentionBlock) -> str:
     """Add attention over latents, and return its output's name.
 
     Keys and values are not expanded: the key matrices multiply the queries, and the value matrices the outputs.
     """
     graph, layer, spec = decoder.graph, block.layer, block.spec
-    of_query, kept = decoder.products(x, [f"{place}.wq_a", f"{place}.wkv_a"])
-    query_latent = norm(decoder, of_query, f"{place}.q_norm", RMSNormBlock(0, block.eps))
+    of_query, kept = decoder.add_linears(x, [f"{place}.wq_a", f"{place}.wkv_a"])
+    query_latent = add_norm(decoder, of_query, f"{place}.q_norm", RMSNormBlock(0, block.eps))
     raw, turning = decoder.graph.split(kept, [block.latent, block.rope])
-    latent = norm(decoder, raw, f"{place}.kv_norm", RMSNormBlock(0, block.eps))
+    latent = add_norm(decoder, raw, f"{place}.kv_norm", RMSNormBlock(0, block.eps))
     by_head = graph.int64("one_head", (0, 0, 1, block.rope))
     by_token = graph.int64("one_behind_another", (0, 0, -1))
     turned = graph.add("Reshape", _rotate(decoder, graph.add("Reshape", turning, by_head), block), by_token)
     key = graph.add("Concat", latent, turned, axis=-1)
     value = graph.add("Pad", latent, graph.int64("behind_a_latent", (0, 0, 0, 0, 0, block.rope)))
-    signal_gate, lam = decoder.signal_gate_and_lam(x, place)
-    present = decoder.present()
-    inputs = [_queries(decoder, query_latent, place, block), key, value, lam, *decoder.past()]
+    signal_gate, lam = decoder.add_signal_gate_and_lam(x, place)
+    present = decoder.add_present_outputs()
+    inputs = [_queries(decoder, query_latent, place, block), key, value, lam, *decoder.add_past_inputs()]
     inputs += [*decoder.tokens.lengths, "", ""]
-    inputs += [*(decoder.cache_scales() or ["", ""]), signal_gate, ""]
+    inputs += [*(decoder.add_cache_scales() or ["", ""]), signal_gate, ""]
     attended = f"layers.{layer}.attention"
-    graph.add_with_outputs(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
+    graph.add_with_outputs(
+        NAME, inputs, [attended, *present], DOMAIN, **decoder.attention_attributes(block.window).to_dict()
+    )
     rows = graph.int64("pairs_by_group", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
     bounds = [graph.int64(f"channel.{place}", (place,)) for place in (0, block.latent, -1)]
     of_latents = graph.add("Slice", graph.add("Reshape", attended, rows), *bounds)
     sizes = spec.pairs // spec.kv_pairs, block.latent, spec.value_dim
     y = _by_head(decoder, of_latents, _expansion(decoder, place, block, of_values=True), sizes, block)
-    (gate,) = decoder.linears.products(query_latent, [decoder.plan.matrices[f"{place}.wq_b_gate.weight"]])
+    (gate,) = decoder.linears.add_products(query_latent, [decoder.plan.matrices[f"{place}.wq_b_gate.weight"]])
     gated = graph.add("Mul", graph.add("Reshape", y, by_token), graph.add("Sigmoid", gate))
-    return decoder.linear(gated, f"{place}.wo")
+    return decoder.add_linear(gated, f"{place}.wo")
 
 
 def _queries(decoder: Decoder, query_latent: str, place: str, block: LatentAttentionBlock) -> str:
     """Add the queries over latents [B, T, (h+n)·row], and return their name."""
     graph, spec = decoder.graph, block.spec
-    projected = decoder.linear(query_latent, f"{place}.wq_b")
+    projected = decoder.add_linear(query_latent, f"{place}.wq_b")
     heads = graph.add("Reshape", projected, graph.int64("by_head", (0, 0, spec.query_heads, spec.head_dim)))
-    plain, turning = decoder.graph.split(heads, [block.plain, block.rope])
-    groups = graph.add("Reshape", plain, graph.int64("by_group", (0, 0, spec.kv_pairs, -1, block.plain)))
-    sizes = spec.query_heads // spec.kv_pairs, block.plain, block.latent
+    plain, turning = decoder.graph.split(heads, [block.unrotated_width, block.rope])
+    groups = graph.add("Reshape", plain, graph.int64("by_group", (0, 0, spec.kv_pairs, -1, block.unrotated_width)))
+    sizes = spec.query_heads // spec.kv_pairs, block.unrotated_width, block.latent
     within = _by_head(decoder, groups, _expansion(decoder, place, block, of_values=False), sizes, block)
     latents = graph.add("Reshape", within, graph.int64("by_latent", (0, 0, spec.query_heads, block.latent)))
     queries = graph.add("Concat", latents, _rotate(decoder, turning, block), axis=-1)
@@ -255,7 +257,7 @@ def _expansion(decoder: Decoder, place: str, block: LatentAttentionBlock, of_val
     """Add the matrices [G, plain, latent] of keys, or [G, latent, dv] of values, and return their name."""
     matrix = decoder.plan.matrices[f"{place}.wkv_b.weight"]
     by_head = torch.arange(matrix.shape[0]).view(block.spec.kv_pairs, -1)
-    rows = by_head[:, block.plain :] if of_values else by_head[:, : block.plain]
+    rows = by_head[:, block.unrotated_width :] if of_values else by_head[:, : block.unrotated_width]
     name = f"{matrix.module}.{'values' if of_values else 'keys'}"
     return add_head_matrices(decoder.linears, matrix, name, rows, is_transposed=of_values)
 
@@ -292,5 +294,5 @@ def _cos_and_sin(decoder: Decoder, frequencies: tuple[float, ...]) -> list[str]:
             column = graph.add("Unsqueeze", places, graph.int64("angles_axes", (2, 3)))
             graph.add("Cast", column, to=TensorProto.FLOAT, name=_POSITIONS)
         turned = graph.add("Mul", _POSITIONS, constant)
-        angles[frequencies] = [graph.narrow(graph.add(op, turned)) for op in ("Cos", "Sin")]
+        angles[frequencies] = [graph.to_activation_type(graph.add(op, turned)) for op in ("Cos", "Sin")]
     return angles[frequencies]

@@ -18,7 +18,7 @@ from diffquant.model.sambay.architecture import (
     MambaBlock,
     SambaYArchitecture,
 )
-from diffquant.model.sambay.layers import Flow, SambaYLayer, layer_norm
+from diffquant.model.sambay.layers import LayerState, SambaYLayer, layer_norm
 from diffquant.model.windowed_cache import MixedCache, RecurrentLayer
 from diffquant.onnx.graph.decoder import Decoder
 from diffquant.onnx.graph.nodes import EMITTED
@@ -29,7 +29,7 @@ from diffquant.onnx.graph.ops import (
     causal_convolution_function,
     selective_scan_function,
 )
-from diffquant.onnx.verification.caches import GrowingCache, Past, StaticCache
+from diffquant.onnx.verification.caches import GrowingCache, Past, StaticScaleCache
 from diffquant.onnx.verification.reference import Reference
 
 # Names of a layer's recurrent states before and after a call, as transformers.js expects them.
@@ -42,19 +42,19 @@ _COUNTS, _IS_TOKEN = "new_tokens", "is_token"
 _MEMORY, _SHARED = "memory", "shared"
 
 
-class StateReference(Reference):
+class SambaYReference(Reference):
     """The torch reference of an exported SambaY.
 
     The memory, keys and values that a layer reads from earlier layers are those that the reference computed for them in
     the same pass, from the runtime's hidden states.
     """
 
-    _flow: Flow | None = None
+    _flow: LayerState | None = None
 
     packs = False
 
     @torch.no_grad()
-    def stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
+    def compute_stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
         # Nothing is reused or skipped: a recurrent state depends on every token before it.
         computed = self._compute(number, sequences, [()] * len(sequences))
         return [output[:, first:] for (output, _), first in zip(computed, firsts or [0] * len(sequences), strict=True)]
@@ -67,8 +67,8 @@ class StateReference(Reference):
         window = cast(SambaYArchitecture, self.model.model.architecture).sliding_window
         cache = _LayerCache(self.cache, self._reading.past, len(x))
         reading = Reading(Mask(None), Mask(None, window), 0, cast(MixedCache, cache))
-        before = Flow(x) if number == 0 or self._flow is None else self._flow
-        parts: list[Flow] = []
+        before = LayerState(x) if number == 0 or self._flow is None else self._flow
+        parts: list[LayerState] = []
         begin, length = 0, x.shape[1]
         for chunk in x.split(list(self._reading.calls) or length, 1):
             end = begin + chunk.shape[1]
@@ -76,12 +76,12 @@ class StateReference(Reference):
             begin = end
         memory = [part.memory for part in parts if part.memory is not None]
         output = torch.cat([part.x for part in parts], 1)
-        self._flow = Flow(output, torch.cat(memory, 1) if memory else None, parts[-1].shared)
+        self._flow = LayerState(output, torch.cat(memory, 1) if memory else None, parts[-1].shared)
         return output, ()
 
     def _disturb(self, output: Any, size: float) -> Any:
-        if isinstance(output, Flow):
-            return Flow(super()._disturb(output.x, size), output.memory, output.shared)
+        if isinstance(output, LayerState):
+            return LayerState(super()._disturb(output.x, size), output.memory, output.shared)
         return super()._disturb(output, size)
 
 
@@ -92,7 +92,7 @@ class _LayerCache(GrowingCache):
         state: recurrent states of a Mamba layer.
     """
 
-    def __init__(self, static: StaticCache | None, past: Past | None, batch: int) -> None:
+    def __init__(self, static: StaticScaleCache | None, past: Past | None, batch: int) -> None:
         super().__init__(static, past)
         self.state = RecurrentLayer()
         if past is not None and past.states is not None:
@@ -102,7 +102,7 @@ class _LayerCache(GrowingCache):
         return self.state
 
 
-def _cut_flow(flow: Flow, x: Tensor, tokens: slice, length: int) -> Flow:
+def _cut_flow(flow: LayerState, x: Tensor, tokens: slice, length: int) -> LayerState:
     """Cut a layer's input to some of a pass's tokens, and its shared keys and values to the last of them."""
     memory = None if flow.memory is None else flow.memory[:, tokens]
     shared = flow.shared
@@ -110,87 +110,89 @@ def _cut_flow(flow: Flow, x: Tensor, tokens: slice, length: int) -> Flow:
         hidden = length - tokens.stop
         keys, values = (rows[:, :, : rows.shape[2] - hidden] for rows in shared)
         shared = keys, values
-    return Flow(x, memory, shared)
+    return LayerState(x, memory, shared)
 
 
 class SambaYDecoder(Decoder):
     """Builds layers of Mamba, gated memory, and attention: windowed, full, or over another layer's keys and values."""
 
-    twin = StateReference
+    twin = SambaYReference
     has_wide_residual = True
 
-    def embed(self, ids: str) -> str:
+    def add_embedding(self, ids: str) -> str:
         graph, axis = self.graph, self.graph.int64("mask_axis", (1,))
         graph.add("Squeeze", self.tokens.counts, axis, name=_COUNTS)
         is_token = graph.add("Less", self.tokens.steps, self.tokens.counts)
         column = graph.add("Unsqueeze", is_token, graph.int64("channels_axis", (2,)))
         graph.add("Cast", column, to=TensorProto.FLOAT, name=_IS_TOKEN)
-        return super().embed(ids)
+        return super().add_embedding(ids)
 
 
-def norm(decoder: Decoder, x: str, place: str, block: LayerNormBlock) -> str:
+def add_norm(decoder: Decoder, x: str, place: str, block: LayerNormBlock) -> str:
     """Add a LayerNorm in the activations' type, and return its output's name."""
     names = (f"{place}.{part}" for part in ("weight", "bias"))
-    weight, bias = (decoder.graph.typed_constant(name, decoder.plan.vector(name)) for name in names)
+    weight, bias = (decoder.graph.typed_constant(name, decoder.plan.read_vector(name)) for name in names)
     graph = decoder.graph
-    return graph.add("LayerNormalization", graph.narrow(x), weight, bias, axis=-1, epsilon=block.eps)
+    return graph.add("LayerNormalization", graph.to_activation_type(x), weight, bias, axis=-1, epsilon=block.eps)
 
 
-def mlp(decoder: Decoder, x: str, place: str, block: FusedMLPBlock) -> str:
+def add_mlp(decoder: Decoder, x: str, place: str, block: FusedMLPBlock) -> str:
     """Add a gated MLP whose gate and up projections are one weight, and return its output's name."""
-    gate, value = _halves(decoder, decoder.linear(x, f"{place}.fc1"), block.inner)
+    gate, value = _halves(decoder, decoder.add_linear(x, f"{place}.fc1"), block.inner)
     active = EMITTED[block.activation](decoder.graph, gate, {})
-    return decoder.linear(decoder.graph.add("Mul", value, active), f"{place}.fc2")
+    return decoder.add_linear(decoder.graph.add("Mul", value, active), f"{place}.fc2")
 
 
-def attention(decoder: Decoder, x: str, place: str, block: FusedAttentionBlock) -> str:
+def add_attention(decoder: Decoder, x: str, place: str, block: FusedAttentionBlock) -> str:
     """Add attention over the layer's keys and values, or an earlier layer's, and return the output's name."""
     layer, graph = block.layer, decoder.graph
-    projected = decoder.linear(x, f"{place}.Wqkv")
-    if block.stored is None:
+    projected = decoder.add_linear(x, f"{place}.Wqkv")
+    if block.cached_shapes is None:
         # The shared new keys and values are appended again: before 1.27, ONNX Runtime needs new ones with a cache.
         query, present = projected, [f"layers.{layer}.{part}" for part in ("keys", "values")]
     else:
         query, *new = (f"layers.{layer}.{part}" for part in ("query", "key", "value"))
-        graph.split(projected, block.heights, [query, *new])
-        decoder.left[_SHARED] = [*new, *decoder.past()], decoder.cache_scales()
-        present = decoder.present()
+        graph.split(projected, block.row_counts, [query, *new])
+        decoder.left[_SHARED] = [*new, *decoder.add_past_inputs()], decoder.add_cache_scales()
+        present = decoder.add_present_outputs()
     (key, value, *past), scales = decoder.left[_SHARED]
     inner = f"{place}.inner_cross_attn"
-    lam = decoder.scalar_lam(inner)
+    lam = decoder.add_scalar_lam(inner)
     inputs = [query, key, value, lam, *past, *decoder.tokens.lengths, "", "", *(scales or ["", ""]), "", ""]
     attended = f"layers.{layer}.attention"
-    graph.add_with_outputs(NAME, inputs, [attended, *present], DOMAIN, **decoder.attributes(block.window).to_dict())
-    return decoder.linear(decoder.post_normed(attended, inner), f"{place}.out_proj")
+    graph.add_with_outputs(
+        NAME, inputs, [attended, *present], DOMAIN, **decoder.attention_attributes(block.window).to_dict()
+    )
+    return decoder.add_linear(decoder.add_post_norm(attended, inner), f"{place}.out_proj")
 
 
-def mamba(decoder: Decoder, x: str, place: str, block: MambaBlock) -> str:
+def add_mamba(decoder: Decoder, x: str, place: str, block: MambaBlock) -> str:
     """Add a Mamba-1 block with its two recurrent states, and return its output's name."""
     graph, layer, opset = decoder.graph, decoder.layer, decoder.options.opset
-    decoder.function(causal_convolution_function(block.kernel_size, opset))
-    decoder.function(selective_scan_function(opset))
-    u, gate = _halves(decoder, decoder.linear(x, f"{place}.in_proj"), block.inner)
+    decoder.add_function(causal_convolution_function(block.kernel_size, opset))
+    decoder.add_function(selective_scan_function(opset))
+    u, gate = _halves(decoder, decoder.add_linear(x, f"{place}.in_proj"), block.inner)
     inputs = _silu(decoder, _convolve(decoder, u, place, block))
     widths = [block.rank, block.states, block.states]
     low, into, out_of = (f"layers.{layer}.{name}" for name in ("step_low", "into", "out_of"))
-    graph.split(decoder.linear(inputs, f"{place}.x_proj"), widths, [low, into, out_of])
+    graph.split(decoder.add_linear(inputs, f"{place}.x_proj"), widths, [low, into, out_of])
     scanned = _scan(decoder, [inputs, _step(decoder, low, place), into, out_of], place, block)
-    memory = decoder.left[_MEMORY] = graph.narrow(scanned)
-    return decoder.linear(graph.add("Mul", memory, _silu(decoder, gate)), f"{place}.out_proj")
+    memory = decoder.left[_MEMORY] = graph.to_activation_type(scanned)
+    return decoder.add_linear(graph.add("Mul", memory, _silu(decoder, gate)), f"{place}.out_proj")
 
 
-def gated_memory(decoder: Decoder, x: str, place: str, block: GatedMemoryBlock) -> str:  # noqa: ARG001  sizes are the weights'
+def add_gated_memory(decoder: Decoder, x: str, place: str, block: GatedMemoryBlock) -> str:  # noqa: ARG001  sizes are the weights'
     """Add a gated memory unit, which gates the last Mamba layer's output, and return its output's name."""
-    gate = _silu(decoder, decoder.linear(x, f"{place}.in_proj"))
-    return decoder.linear(decoder.graph.add("Mul", decoder.left[_MEMORY], gate), f"{place}.out_proj")
+    gate = _silu(decoder, decoder.add_linear(x, f"{place}.in_proj"))
+    return decoder.add_linear(decoder.graph.add("Mul", decoder.left[_MEMORY], gate), f"{place}.out_proj")
 
 
 def _convolve(decoder: Decoder, u: str, place: str, block: MambaBlock) -> str:
     graph, layer = decoder.graph, decoder.layer
-    taps = decoder.plan.vector(f"{place}.conv1d.weight")[:, 0].T.contiguous()
+    taps = decoder.plan.read_vector(f"{place}.conv1d.weight")[:, 0].T.contiguous()
     weight = graph.typed_constant(f"layers.{layer}.conv1d.weight", taps)
-    bias = graph.typed_constant(f"layers.{layer}.conv1d.bias", decoder.plan.vector(f"{place}.conv1d.bias"))
-    past, present = _state(decoder, STATES[0], graph.kind, block.stored[0])
+    bias = graph.typed_constant(f"layers.{layer}.conv1d.bias", decoder.plan.read_vector(f"{place}.conv1d.bias"))
+    past, present = _state(decoder, STATES[0], graph.kind, block.cached_shapes[0])
     y = f"layers.{layer}.convolved"
     graph.add_with_outputs(CAUSAL_CONVOLUTION, [u, weight, bias, _COUNTS, past], [y, present], DOMAIN)
     return y
@@ -200,18 +202,18 @@ def _step(decoder: Decoder, low: str, place: str) -> str:
     """Add the step size Δ [B, T, E] in float32, 0 for padding, and return its name."""
     graph, name = decoder.graph, f"{place}.dt_proj"
     weight = graph.typed_constant(f"{name}.weight", decoder.plan.read_small_matrix(f"{name}.weight").T.contiguous())
-    bias = graph.constant(f"{name}.bias", decoder.plan.vector(f"{name}.bias").numpy())
-    biased = graph.add("Add", graph.wide(graph.add("MatMul", low, weight)), bias)
+    bias = graph.constant(f"{name}.bias", decoder.plan.read_vector(f"{name}.bias").numpy())
+    biased = graph.add("Add", graph.to_float32(graph.add("MatMul", low, weight)), bias)
     return graph.add("Mul", graph.add("Softplus", biased), _IS_TOKEN)
 
 
 def _scan(decoder: Decoder, inputs: list[str], place: str, block: MambaBlock) -> str:
     """Add the selective scan of the inputs u, Δ, B and C; return the name of its output [B, T, E] in float32."""
     graph, layer = decoder.graph, decoder.layer
-    u, step, into, out_of = map(graph.wide, inputs)
-    decays = graph.constant(f"layers.{layer}.A", (-decoder.plan.vector(f"{place}.A_log").exp()).numpy())
-    skip = graph.constant(f"layers.{layer}.D", decoder.plan.vector(f"{place}.D").numpy())
-    past, present = _state(decoder, STATES[1], TensorProto.FLOAT, block.stored[1])
+    u, step, into, out_of = map(graph.to_float32, inputs)
+    decays = graph.constant(f"layers.{layer}.A", (-decoder.plan.read_vector(f"{place}.A_log").exp()).numpy())
+    skip = graph.constant(f"layers.{layer}.D", decoder.plan.read_vector(f"{place}.D").numpy())
+    past, present = _state(decoder, STATES[1], TensorProto.FLOAT, block.cached_shapes[1])
     y = f"layers.{layer}.scanned"
     graph.add_with_outputs(SELECTIVE_SCAN, [u, step, decays, into, out_of, skip, past], [y, present], DOMAIN)
     return y

@@ -7,10 +7,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from diffquant.family.heads import PROJECTIONS
 from diffquant.model.blocks import AttentionBlock, MLPBlock, RMSNormBlock
 from diffquant.onnx.graph.decoder import Decoder
-from diffquant.onnx.graph.nodes import EMITTED, rms_norm
+from diffquant.onnx.graph.nodes import EMITTED, add_rms_norm
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, NAME
 from diffquant.onnx.graph.ops import QUANTIZED_ATTENTION
-from diffquant.onnx.graph.plan import key_width
+from diffquant.onnx.graph.plan import cached_key_width
 from diffquant.onnx.verification.reference import Reference
 
 # Extra outputs from which a web page computes attention maps. The cache has the rotated keys, so that each map's
@@ -26,53 +26,53 @@ class TransformerDecoder(Decoder):
 
     twin = Reference
 
-    def emit(self) -> None:
-        super().emit()
+    def add_all_nodes(self) -> None:
+        super().add_all_nodes()
         if self.options.web:
             _declare_maps(self)
 
 
-def norm(decoder: Decoder, x: str, place: str, block: RMSNormBlock) -> str:
+def add_norm(decoder: Decoder, x: str, place: str, block: RMSNormBlock) -> str:
     """Add an RMSNorm, and return its output's name."""
-    weight = decoder.graph.typed_constant(f"{place}.weight", decoder.plan.vector(f"{place}.weight"))
-    return rms_norm(decoder.graph, x, weight, block.eps, decoder.options.opset)
+    weight = decoder.graph.typed_constant(f"{place}.weight", decoder.plan.read_vector(f"{place}.weight"))
+    return add_rms_norm(decoder.graph, x, weight, block.eps, decoder.options.opset)
 
 
-def mlp(decoder: Decoder, x: str, place: str, block: MLPBlock) -> str:
+def add_mlp(decoder: Decoder, x: str, place: str, block: MLPBlock) -> str:
     """Add a gated MLP, and return its output's name."""
     graph, plan = decoder.graph, decoder.plan
-    gate, up = decoder.products(x, [f"{place}.gate_proj", f"{place}.up_proj"])
+    gate, up = decoder.add_linears(x, [f"{place}.gate_proj", f"{place}.up_proj"])
     own = [name for name in plan.parameters if name.startswith(f"{place}.act_fn.")]
-    parameters = {name.rpartition(".")[2]: graph.constant(name, plan.vector(name).numpy()) for name in own}
+    parameters = {name.rpartition(".")[2]: graph.constant(name, plan.read_vector(name).numpy()) for name in own}
     active = EMITTED[block.activation](graph, gate, parameters)
-    return decoder.linear(graph.add("Mul", active, up), f"{place}.down_proj")
+    return decoder.add_linear(graph.add("Mul", active, up), f"{place}.down_proj")
 
 
-def attention(decoder: Decoder, x: str, place: str, block: AttentionBlock) -> str:
+def add_attention(decoder: Decoder, x: str, place: str, block: AttentionBlock) -> str:
     """Add attention, as diffquant's op or as a Transformer's, with its output projection; return the output's name."""
     graph, spec = decoder.graph, block.spec
-    q, k, v = decoder.products(x, [f"{place}.{name}" for name in PROJECTIONS])
-    past, present = decoder.past(), decoder.present()
+    q, k, v = decoder.add_linears(x, [f"{place}.{name}" for name in PROJECTIONS])
+    past, present = decoder.add_past_inputs(), decoder.add_present_outputs()
     tables = _tables(decoder) if spec.rope != "none" else ["", ""]
-    scales = decoder.cache_scales()
+    scales = decoder.add_cache_scales()
     attended = f"layers.{block.layer}.attention"
     outputs = [attended, *present]
     if spec.maps == 1:
         _plain_attention(decoder, [q, k, v, *past, *decoder.tokens.lengths, *tables], scales, outputs)
-        if gate := decoder.output_gate(x, place):
+        if gate := decoder.add_output_gate(x, place):
             attended = graph.add("Mul", attended, gate)
     else:
         # onnx's reference evaluator needs "" for each absent input of a function, up to the last one.
-        signal_gate, lam = decoder.signal_gate_and_lam(x, place)
-        gates = [signal_gate, decoder.output_gate(x, place)]
+        signal_gate, lam = decoder.add_signal_gate_and_lam(x, place)
+        gates = [signal_gate, decoder.add_output_gate(x, place)]
         inputs = [q, k, v, lam, *past, *decoder.tokens.lengths, *tables, *(scales or ["", ""]), *gates]
-        graph.add_with_outputs(NAME, inputs, outputs, DOMAIN, **decoder.attributes().to_dict())
+        graph.add_with_outputs(NAME, inputs, outputs, DOMAIN, **decoder.attention_attributes().to_dict())
         if decoder.options.web:
             values = {QUERY: _rotate_queries(decoder, q, tables), LAMBDA: lam, SIGNAL_GATE: signal_gate}
             for name, value in values.items():
                 if value:
                     graph.add("Identity", value, name=name.format(layer=block.layer))
-    return decoder.linear(decoder.post_normed(attended, place), f"{place}.o_proj")
+    return decoder.add_linear(decoder.add_post_norm(attended, place), f"{place}.o_proj")
 
 
 def _plain_attention(decoder: Decoder, inputs: list[str], scales: list[str], outputs: list[str]) -> None:
@@ -101,7 +101,7 @@ def _tables(decoder: Decoder) -> list[str]:
     if names[0] not in decoder.graph.constants:
         positions = torch.arange(decoder.config.max_position_embeddings)[None]
         tables = LlamaRotaryEmbedding(decoder.config)(torch.zeros(1), position_ids=positions)
-        keys_of_pair = key_width(spec) // spec.head_dim
+        keys_of_pair = cached_key_width(spec) // spec.head_dim
         for name, table in zip(names, tables, strict=True):
             decoder.graph.typed_constant(name, table[0, :, : spec.head_dim // 2].repeat(1, keys_of_pair))
     return names
@@ -126,7 +126,7 @@ def _rotate_queries(decoder: Decoder, query: str, tables: list[str]) -> str:
         return query
     if _ANGLES not in decoder.left:
         decoder.left[_ANGLES] = [_angles_of_tokens(decoder, table) for table in tables]
-    is_interleaved = decoder.attributes().rotary_interleaved
+    is_interleaved = decoder.attention_attributes().rotary_interleaved
     angles = decoder.left[_ANGLES]
     return decoder.graph.add("RotaryEmbedding", query, *angles, num_heads=spec.query_heads, interleaved=is_interleaved)
 

@@ -16,14 +16,14 @@ from gguf import (
     Metadata,
 )
 
-from diffquant.checkpoints.gguf import OWN_KEY, PLAIN_TYPES, gguf_name
+from diffquant.checkpoints.gguf import OWN_KEY, PLAIN_TYPES, to_gguf_name
 from diffquant.checkpoints.gguf_config import SIZES, WIDTHS
 from diffquant.checkpoints.gguf_rope import FACTORS, rope_metadata
 from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError
 from diffquant.model.architecture import TransformerArchitecture
 from diffquant.onnx.gguf.vocabulary import add_vocabulary
-from diffquant.onnx.graph.matrix import Matrix, check_unpacked, read_matrix
+from diffquant.onnx.graph.matrix import Matrix, check_not_requantized, open_matrix
 from diffquant.recipe.numbers.absmax import check_finite
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
@@ -71,7 +71,7 @@ class GgufPlan:
         """The ggml type of most weights."""
         return _main_type(self.matrices, self.kinds)
 
-    def shape(self, name: str) -> tuple[int, int]:
+    def rows_and_row_bytes(self, name: str) -> tuple[int, int]:
         """Return the number of rows of the matrix with this name, and the stored bytes of a row."""
         (rows, width), (block, nbytes) = self.matrices[name].shape, GGML_QUANT_SIZES[self.kinds[name]]
         return rows, width // block * nbytes
@@ -80,7 +80,7 @@ class GgufPlan:
 def plan_gguf(
     source: Source,
     weights: Scheme = FULL,
-    ends: Scheme = FULL,
+    embedding_and_head: Scheme = FULL,
     dtype: torch.dtype | None = None,
     schemes: Mapping[str, Scheme] | None = None,
 ) -> GgufPlan:
@@ -88,16 +88,16 @@ def plan_gguf(
 
     Args:
         weights: scheme of the linears if the checkpoint is not quantized.
-        ends: scheme of embedding and head if the checkpoint is not quantized.
+        embedding_and_head: scheme of embedding and head if the checkpoint is not quantized.
         dtype: dtype of matrices that are not quantized; by default the checkpoint's.
-        schemes: scheme of each module by the checkpoint's name, instead of `weights` and `ends`.
+        schemes: scheme of each module by the checkpoint's name, instead of `weights` and `embedding_and_head`.
 
     Raises:
         CheckpointError: llama.cpp cannot run the model, or no ggml type stores some weights; all are named.
         UsageError: `weights` quantizes a checkpoint that is quantized already.
     """
     architecture, name_of = source.architecture, source.adapter.source_name
-    check_unpacked(source, weights)
+    check_not_requantized(source, weights)
     if problems := list(_problems(source)):
         raise CheckpointError(f"{source.path} cannot be a GGUF file: {'; '.join(problems)}")
     layout = replace(source.spec.layout, head_order="adjacent", channel_order="interleaved")
@@ -105,12 +105,12 @@ def plan_gguf(
     matrices, vectors = {}, {}
     for name, parameter in architecture.parameters.items():
         if len(parameter.shape) == 1:
-            vectors[gguf_name(name)] = source.read(name)
-            check_finite(vectors[gguf_name(name)], name_of(name))
+            vectors[to_gguf_name(name)] = source.read(name)
+            check_finite(vectors[to_gguf_name(name)], name_of(name))
         elif name != "lm_head.weight" or not architecture.tie_word_embeddings:
-            by_kind = weights if name in linears else ends
+            by_kind = weights if name in linears else embedding_and_head
             own = by_kind if schemes is None else schemes.get(name_of(name).removesuffix(".weight"), FULL)
-            matrices[gguf_name(name)] = read_matrix(source, name, own, layout)
+            matrices[to_gguf_name(name)] = open_matrix(source, name, own, layout)
     kinds = _kinds(source, matrices, dtype)
     try:
         rope, factors = rope_metadata(config.rope_parameters, source.spec.head_dim // 2)
@@ -139,7 +139,7 @@ def plan_gguf(
     for name, values in arrays.items():
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     for name in matrices:
-        shape = plan.shape(name)
+        shape = plan.rows_and_row_bytes(name)
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), kinds[name])
     return plan
 
@@ -148,7 +148,7 @@ def _problems(source: Source) -> Iterator[str]:
     """Yield the reasons why llama.cpp cannot compute the model as a Llama."""
     architecture, spec = source.architecture, source.spec
     if spec.maps > 1 or type(architecture) is not TransformerArchitecture:
-        yield f"no engine that reads GGUF runs {source.model_type} ({spec.generation}); a Llama can be exported"
+        yield f"no engine that reads GGUF runs {source.model_type} ({spec.attention_name}); a Llama can be exported"
         return
     if architecture.hidden_act != "silu":
         yield f"its activation is {architecture.hidden_act}, and a Llama's is silu"
@@ -167,7 +167,7 @@ def _kinds(
     refused: dict[str, list[str]] = defaultdict(list)
     for name, matrix in matrices.items():
         scheme, width = matrix.scheme, matrix.shape[1]
-        if scheme.quantizes and (scheme.format.name not in _BLOCKS or (scheme.size or BLOCK) % BLOCK):
+        if scheme.quantizes and (scheme.format.name not in _BLOCKS or (scheme.granularity_size or BLOCK) % BLOCK):
             refused[str(scheme)].append(matrix.stored_name)
         elif scheme.quantizes and width % (BLOCK * scheme.format.scales_per_step):
             refused[f"{scheme} in rows of {width}"].append(matrix.stored_name)

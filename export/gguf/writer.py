@@ -24,21 +24,21 @@ from diffquant.checkpoints.gguf import PLAIN_TYPES, is_own_gguf
 from diffquant.checkpoints.gguf_tokenizer import load_gguf_tokenizer
 from diffquant.checkpoints.opening import is_gguf
 from diffquant.checkpoints.row_stream import checkpoint_key, convert_rows, open_workers, row_blocks
-from diffquant.checkpoints.side_files import front_matter
+from diffquant.checkpoints.side_files import format_front_matter
 from diffquant.checkpoints.source import Source, open_source
-from diffquant.checkpoints.tokenizer import first_difference
+from diffquant.checkpoints.tokenizer import find_differing_text
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.onnx.gguf.plan import BLOCK, GgufPlan, plan_gguf
 from diffquant.onnx.graph.matrix import Matrix
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.reports.tables import compare_size
 from diffquant.support.digests import FileDigests
-from diffquant.support.files import replacing, sync, write_atomically
+from diffquant.support.files import replace_atomically, sync_to_disk, write_atomically
 from diffquant.support.installation import versions
 from diffquant.support.names import option_name
-from diffquant.support.outputs import check_written_file
-from diffquant.support.progress import Progress, silent
-from diffquant.support.terminal import Readable, markdown_code, markdown_text
+from diffquant.support.outputs import check_output_file
+from diffquant.support.progress import Progress, report_nothing
+from diffquant.support.terminal import PrintableResult, markdown_code, markdown_text
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -52,7 +52,7 @@ Exported from {name} ({model_type}) by diffquant: {types}.
 
 
 @dataclass(frozen=True, repr=False)
-class GgufReport(Readable):
+class GgufReport(PrintableResult):
     """Result of an export to GGUF.
 
     Attributes:
@@ -85,10 +85,10 @@ def export_gguf(
     output: Path | str,
     weights: Scheme = FULL,
     *,
-    ends: Scheme = FULL,
+    embedding_and_head: Scheme = FULL,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> GgufReport:
     """Write a Llama as a GGUF file, with one tensor in memory at a time.
 
@@ -96,7 +96,7 @@ def export_gguf(
         source: a checkpoint folder, quantized or not, or a .gguf file.
         output: a file that ends in .gguf, or a folder to create for the file and a model card.
         weights: scheme of the linears if the checkpoint is not quantized.
-        ends: scheme of embedding and head if the checkpoint is not quantized.
+        embedding_and_head: scheme of embedding and head if the checkpoint is not quantized.
         dtype: dtype of matrices that are not quantized; by default the checkpoint's.
         overwrite: replace an output that diffquant wrote.
         progress: called with the bytes written.
@@ -107,14 +107,14 @@ def export_gguf(
     started, output = time.monotonic(), Path(output)
     check_gguf_output(source.path if isinstance(source, Source) else Path(source), output, overwrite)
     opened = open_source(source)
-    plan = plan_gguf(opened, weights, ends, dtype)
+    plan = plan_gguf(opened, weights, embedding_and_head, dtype)
     with _open_output(plan, output, overwrite) as file:
         notes, nbytes = _write(plan, file, progress), file.stat().st_size
         if file.suffix == ".gguf":
             _describe(plan, file)
     place, before = output if is_gguf(output) else output / file.name, opened.checkpoint.stored_nbytes
     seconds = time.monotonic() - started
-    return GgufReport(place, before, nbytes, opened.weights, plan.types, seconds, (*plan.notes, *notes))
+    return GgufReport(place, before, nbytes, opened.weight_count, plan.types, seconds, (*plan.notes, *notes))
 
 
 def check_gguf_output(source: Path, output: Path, overwrite: bool) -> None:
@@ -131,7 +131,7 @@ def check_gguf_output(source: Path, output: Path, overwrite: bool) -> None:
         raise UsageError(f"the output {output} is the input; choose another file")
     if os.path.lexists(output) and not overwrite:
         raise OutputExistsError(f"{output} exists; choose another output or pass {option_name('overwrite', True)}")
-    check_written_file(output, is_own_gguf(output, "model"))
+    check_output_file(output, is_own_gguf(output, "model"))
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def _open_output(plan: GgufPlan, output: Path, overwrite: bool) -> Iterator[Path
         return
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(output) as file:
+        with replace_atomically(output) as file:
             yield file
     except OSError as error:
         raise DiffQuantError(f"writing {output} failed: {error.strerror}; no partial file is kept") from error
@@ -155,7 +155,7 @@ def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
     """Write the file; return sentences for the user on rounded scales and tokenizer differences."""
     writer, done = plan.writer, 0
     rounded: list[tuple[int, float]] = []
-    total = sum(rows * nbytes for rows, nbytes in map(plan.shape, plan.matrices))
+    total = sum(rows * nbytes for rows, nbytes in map(plan.rows_and_row_bytes, plan.matrices))
     with closing(writer), open_workers() as pool:
         writer.write_header_to_file(file)
         writer.write_kv_data_to_file()
@@ -163,7 +163,7 @@ def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
         for values in plan.vectors.values():
             writer.write_tensor_data(values)
         for name, matrix in plan.matrices.items():
-            data = np.empty(plan.shape(name), np.uint8)
+            data = np.empty(plan.rows_and_row_bytes(name), np.uint8)
 
             def fill(rows: tuple[int, int], data: Bytes = data, name: str = name) -> tuple[int, float]:
                 data[slice(*rows)], count, worst = _rows(plan.matrices[name], plan.kinds[name], *rows)
@@ -173,12 +173,12 @@ def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
             writer.write_tensor_data(data)
             done += data.nbytes
             progress(done, total, matrix.stored_name)
-    sync(file)
+    sync_to_disk(file)
     notes = []
     if count := sum(each for each, _ in rounded):
         worst = max(error for _, error in rounded)
         notes.append(f"{count:,} scales are rounded to float16, with a relative error of {worst:.2g} at most")
-    if (text := first_difference(load_gguf_tokenizer(file), plan.source.tokenizer)) is not None:
+    if (text := find_differing_text(load_gguf_tokenizer(file), plan.source.tokenizer)) is not None:
         notes.append(f"llama.cpp splits some texts differently from the checkpoint's tokenizer, such as {text[:40]!r}")
     return tuple(notes)
 
@@ -186,9 +186,9 @@ def _write(plan: GgufPlan, file: Path, progress: Progress) -> tuple[str, ...]:
 def _rows(matrix: Matrix, kind: GGMLQuantizationType, first: int, last: int) -> tuple[Bytes, int, float]:
     """Return the stored bytes of some rows, the number of inexact float16 scales, and their largest relative error."""
     if not matrix.scheme.quantizes:
-        values = convert_rows(matrix.values(first, last), PLAIN_TYPES[kind], matrix.stored_name)
+        values = convert_rows(matrix.read_unquantized(first, last), PLAIN_TYPES[kind], matrix.stored_name)
         return values.contiguous().view(torch.uint8).numpy(), 0, 0.0
-    codes, scales, number_format = matrix.codes(first, last), matrix.scales(first, last), matrix.scheme.format
+    codes, scales, number_format = matrix.read_codes(first, last), matrix.read_scales(first, last), matrix.scheme.format
     if number_format.scales_per_step > 1:
         packed = scales if scales.dtype == torch.uint8 else number_format.pack_scale(scales)
         return pack_blocks(codes, packed, number_format.code_width, BLOCK * number_format.scales_per_step), 0, 0.0
@@ -236,7 +236,7 @@ def _describe(plan: GgufPlan, file: Path) -> None:
     checkpoint = plan.source.checkpoint
     has_codes = any(matrix.scheme.quantizes for matrix in plan.matrices.values())
     card = _CARD.format(
-        head=front_matter("gguf", ["diffquant"], checkpoint.front_matter, "quantized" if has_codes else None),
+        head=format_front_matter("gguf", ["diffquant"], checkpoint.front_matter, "quantized" if has_codes else None),
         title=markdown_text(checkpoint.name),
         name=markdown_code(checkpoint.name),
         model_type=markdown_text(plan.source.model_type),
@@ -244,6 +244,6 @@ def _describe(plan: GgufPlan, file: Path) -> None:
         file=file.name,
     )
     write_atomically(file.with_name("README.md"), card)
-    digests = FileDigests.of(checkpoint.weight_files()).to_dict()
+    digests = FileDigests.compute(checkpoint.weight_files()).to_dict()
     record: dict[str, Any] = {"format": "gguf", "versions": versions(), "source": {"name": checkpoint.name, **digests}}
     write_atomically(file.with_name(RECORD), json.dumps(record, indent=2) + "\n")

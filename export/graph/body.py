@@ -10,18 +10,18 @@ from typing import Literal
 from onnx import FunctionProto
 
 from diffquant.errors import UsageError
-from diffquant.onnx.graph.op import CONTRIB, OpAttributes, make_function, schema, signature_of
+from diffquant.onnx.graph.op import CONTRIB, AttentionAttributes, make_function, schema, signature_of
 from diffquant.onnx.graph.ops import rope_and_clip_text
-from diffquant.onnx.graph.pure import pure_text
+from diffquant.onnx.graph.pure import standard_ops_text
 
 BodyKind = Literal["contrib", "pure"]
 # The only attribute that may differ between layers.
 _WINDOW = "local_window_size: int = @local_window_size"
 
 
-def body(
+def make_function_body(
     kind: BodyKind,
-    attributes: OpAttributes,
+    attributes: AttentionAttributes,
     width: int,
     opset: int,
     cached: bool = True,
@@ -48,17 +48,17 @@ def body(
         raise UsageError(
             f"ONNX Runtime's GroupQueryAttention cannot compute this: {'; '.join(problems)}; the body kind 'pure' can"
         )
-    text = contrib_text(attributes, width, gates) if is_contrib else pure_text(attributes, width, cached, gates)
+    text = contrib_text(attributes, width, gates) if is_contrib else standard_ops_text(attributes, width, cached, gates)
     return make_function(signature_of(schema()), text, opset, attributes.to_dict(), is_contrib)
 
 
-def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = ()) -> str:
+def contrib_text(attributes: AttentionAttributes, width: int, gates: Collection[str] = ()) -> str:
     """Return the nodes of the "contrib" body as text in onnx's syntax.
 
     For generation 1, one attention over key rows k1|k2 computes both maps: queries [q1|0] and [0|q2] are padded with
     zeros, so that each is multiplied only with its map's keys.
     """
-    pairs, noises, signals = attributes.num_pairs, attributes.num_noises, attributes.signals_per_noise
+    pairs, noises, signals = attributes.num_pairs, attributes.num_noise_heads, attributes.signals_per_noise
     value_width = 2 * width if attributes.generation == 1 else width
     options: dict[str, str | float] = {
         "num_heads": attributes.query_heads,
@@ -106,9 +106,9 @@ def _by_group(name: str, pairs: int, noises: int, signals: int) -> str:
    {name}_spread = Reshape ({name}_each, {name}_groups)"""
 
 
-def _masked_queries(attributes: OpAttributes, width: int) -> str:
+def _masked_queries(attributes: AttentionAttributes, width: int) -> str:
     """Return nodes, as text, that compute `heads`: signal heads padded to [q|0], noise heads to [0|q]."""
-    signals, noises = attributes.signals_per_noise, attributes.num_noises
+    signals, noises = attributes.signals_per_noise, attributes.num_noise_heads
     mask = ", ".join(["1, 0"] * signals + ["0, 1"])
     return f"""   one_each = Constant <value = int64[6] {{0, 0, {noises}, {signals + 1}, 1, {width}}}> ()
    flat = Constant <value = int64[3] {{0, 0, {attributes.query_heads * 2 * width}}}> ()
@@ -119,10 +119,10 @@ def _masked_queries(attributes: OpAttributes, width: int) -> str:
    heads = Reshape (halves, flat)"""
 
 
-def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
+def contrib_problems(attributes: AttentionAttributes, width: int) -> list[str]:
     """Return the reasons why GroupQueryAttention cannot compute the op for query heads of this width."""
     row = 2 * width if attributes.generation == 1 else width
-    problems = contrib_row_problems(row, bool(attributes.do_rotary))
+    problems = contrib_width_problems(row, bool(attributes.do_rotary))
     if attributes.logit_bits:
         problems.append("it keeps logits inside its kernel and cannot quantize them")
     if attributes.kv_bit_width == 6:
@@ -130,7 +130,7 @@ def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
     return problems
 
 
-def contrib_row_problems(row: int, rotates: bool) -> list[str]:
+def contrib_width_problems(row: int, rotates: bool) -> list[str]:
     """Return the reasons why GroupQueryAttention does not support key rows of this width."""
     multiple = 16 if rotates else 8
     return [f"its rows are multiples of {multiple} wide, not {row}"] if row % multiple else []

@@ -13,13 +13,13 @@ from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.model.blocks import Block, Blocks
-from diffquant.onnx.graph.body import BodyKind, body, contrib_problems
+from diffquant.onnx.graph.body import BodyKind, contrib_problems, make_function_body
 from diffquant.onnx.graph.linears import Linears
-from diffquant.onnx.graph.nodes import Graph, functions, inline_functions, rms_norm
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes
+from diffquant.onnx.graph.nodes import Graph, activation_functions, add_rms_norm, inline_functions
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes
 from diffquant.onnx.graph.ops import MATMUL, matmul_function, quantized_attention_function
 from diffquant.onnx.graph.padding import SEQUENCE, Tokens, add_padding_shift, gather_head_inputs
-from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, key_width
+from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, cached_key_width
 from diffquant.onnx.options import IR_VERSION
 
 PAST = "past_key_values.{layer}.{part}"
@@ -60,23 +60,23 @@ class Decoder:
         self.left: dict[str, Any] = {}
         self._functions: dict[str, FunctionProto] = {}
 
-    def emit(self) -> None:
+    def add_all_nodes(self) -> None:
         """Add all nodes to the graph, from the token ids to the logits; call it once, before `model`."""
         graph, options = self.graph, self.options
         ids = graph.input("input_ids", TensorProto.INT64, ["batch_size", SEQUENCE])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch_size", "total"])
         spans_rows = options.logits.quantizes and options.logits.granularity != "row"
         tokens = self.tokens = add_padding_shift(graph, ids, mask, spans_rows)
-        x = self.embed(tokens.ids)
+        x = self.add_embedding(tokens.ids)
         for layer, blocks in enumerate(self.architecture.layers):
             self.layer = layer
-            with graph.module(f"layers.{layer}"):
-                x = self.layer_output(x, blocks)
+            with graph.module_scope(f"layers.{layer}"):
+                x = self.add_layer(x, blocks)
         # A model with a cache is for generation, which needs only the last token's logits.
         x = gather_head_inputs(graph, x, tokens.last_place if options.cache else tokens.places)
-        x = self.final_norm(x)
+        x = self.add_final_norm(x)
         head = EMBEDDING if self.config.tie_word_embeddings else HEAD
-        (logits,) = self.linears.products(x, [self.plan.matrices[head]])
+        (logits,) = self.linears.add_products(x, [self.plan.matrices[head]])
         graph.add("Identity", logits, name="logits")
         # onnxruntime-genai does not ask for the other positions if this size is 1.
         positions = 1 if options.cache else SEQUENCE
@@ -86,9 +86,9 @@ class Decoder:
 
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
         """Return the finished ONNX model; `initializers` are the tensors of the data file, by name."""
-        own = functions(self.config.hidden_act, self.options.opset) + list(self._functions.values())
+        own = activation_functions(self.config.hidden_act, self.options.opset) + list(self._functions.values())
         if self.spec.maps == 2:
-            own.append(attention_function(self.plan, self.graph.nodes, self.attributes()))
+            own.append(attention_function(self.plan, self.graph.nodes, self.attention_attributes()))
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset, self.options.kv_bits, self.spec.rope != "none"))
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
@@ -98,49 +98,49 @@ class Decoder:
         model.functions.extend(own)
         return inline_functions(model) if self.options.portable else model
 
-    def embed(self, ids: str) -> str:
+    def add_embedding(self, ids: str) -> str:
         """Add the embedding of token ids [B, T]."""
-        rows = self.linears.lookup(ids, self.plan.matrices[EMBEDDING], EMBEDDED)
-        return self.graph.wide(rows) if self.has_wide_residual else rows
+        rows = self.linears.add_lookup(ids, self.plan.matrices[EMBEDDING], EMBEDDED)
+        return self.graph.to_float32(rows) if self.has_wide_residual else rows
 
-    def layer_output(self, x: str, blocks: Blocks) -> str:
+    def add_layer(self, x: str, blocks: Blocks) -> str:
         """Add a layer with input x [B, T, D]."""
         mixer, network, *norms = blocks
         for norm, part, name in zip(norms, (mixer, network), (None, LAYER_OUTPUT), strict=True):
-            y = self.part(self.part(x, norm), part)
+            y = self.add_layer_block(self.add_layer_block(x, norm), part)
             output = name and name.format(layer=self.layer)
-            x = self.graph.add("Add", x, self.graph.wide(y) if self.has_wide_residual else y, name=output)
+            x = self.graph.add("Add", x, self.graph.to_float32(y) if self.has_wide_residual else y, name=output)
         if self.has_wide_residual and self.graph.kind != TensorProto.FLOAT:
             # Declare the type, which is not that of activations.
             self.graph.values.append(helper.make_tensor_value_info(x, TensorProto.FLOAT, None))
         return x
 
-    def final_norm(self, x: str) -> str:
+    def add_final_norm(self, x: str) -> str:
         """Add the final norm of hidden states x."""
         name, norm = self.architecture.final_norm
-        normed: str = self.block(x, f"model.{name}", norm)
+        normed: str = self.add_block(x, f"model.{name}", norm)
         return normed
 
-    def part(self, x: str, name: str) -> Any:
+    def add_layer_block(self, x: str, name: str) -> Any:
         """Add the current layer's block with this name, with input x; return the names of its outputs."""
-        return self.block(x, f"model.layers.{self.layer}.{name}", self.architecture.layers[self.layer][name])
+        return self.add_block(x, f"model.layers.{self.layer}.{name}", self.architecture.layers[self.layer][name])
 
-    def block(self, x: str, place: str, block: Block) -> Any:
-        """Add a block with input x, by calling the function `block.exported_by`; return the names of its outputs.
+    def add_block(self, x: str, parameter_prefix: str, block: Block) -> Any:
+        """Add a block with input x, by calling the function `block.export_function`; return the names of its outputs.
 
         Args:
             place: prefix of the names of the block's parameters.
         """
-        return resolve_name(block.exported_by)(self, x, place, block)
+        return resolve_name(block.export_function)(self, x, parameter_prefix, block)
 
-    def function(self, function: FunctionProto) -> None:
+    def add_function(self, function: FunctionProto) -> None:
         """Add an ONNX function to the model unless one with its name was added."""
         self._functions.setdefault(function.name, function)
 
-    def attributes(self, window: int | None = None) -> OpAttributes:
+    def attention_attributes(self, window: int | None = None) -> AttentionAttributes:
         """Return an attention node's attributes; `window` is the number of newest keys that a query sees."""
         spec, options = self.spec, self.options
-        return OpAttributes(
+        return AttentionAttributes(
             num_pairs=spec.pairs,
             num_kv_pairs=spec.kv_pairs,
             generation=2 if spec.shared_k else 1,
@@ -152,14 +152,14 @@ class Decoder:
             kv_bit_width=options.kv_bits if self.scales else 0,
             logit_bits=options.logits.bits if options.logits.quantizes else 0,
             logit_granularity=options.logits.granularity or "row",
-            logit_shift=int(options.logits.has("shift")),
+            logit_shift=int(options.logits.has_transform("shift")),
             signals_per_noise=spec.signals_per_noise,
         )
 
-    def signal_gate_and_lam(self, x: str, place: str) -> tuple[str, str]:
+    def add_signal_gate_and_lam(self, x: str, place: str) -> tuple[str, str]:
         """Add the signal map's gate ("" if there is none) and λ: float32 [1] in V1, [B, T, h] for h pairs otherwise."""
         if self.spec.lam == "exp":
-            return "", self.scalar_lam(place)
+            return "", self.add_scalar_lam(place)
         weight = self.plan.read_small_matrix(f"{place}.lambda_proj.weight")
         x_float = self.graph.add("Cast", x, to=TensorProto.FLOAT)
         parts = (
@@ -173,13 +173,13 @@ class Decoder:
             names[name] = self.graph.add("Sigmoid", self.graph.add("MatMul", x_float, constant))
         return names.get("signal_gate", ""), names["lambda"]
 
-    def scalar_lam(self, place: str) -> str:
+    def add_scalar_lam(self, place: str) -> str:
         """Add λ of V1 as a constant, float32 [1]."""
-        vectors = (self.plan.vector(f"{place}.{name}") for name in LAMBDA_VECTORS)
+        vectors = (self.plan.read_vector(f"{place}.{name}") for name in LAMBDA_VECTORS)
         lam = lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
         return self.graph.constant(f"layers.{self.layer}.lambda", lam.reshape(1).numpy())
 
-    def output_gate(self, x: str, place: str) -> str:
+    def add_output_gate(self, x: str, place: str) -> str:
         """Add the gate of attention's output [B, T, h·dv], for h pairs of width dv; return "" if the model has none."""
         if not self.spec.output_gate:
             return ""
@@ -189,7 +189,7 @@ class Decoder:
             "Sigmoid", self.graph.add("MatMul", x, self.graph.typed_constant(name, weight.T.contiguous()))
         )
 
-    def post_normed(self, attended: str, place: str) -> str:
+    def add_post_norm(self, attended: str, place: str) -> str:
         """Add the norm over each pair's output, with the factor (1 - λ_init) folded into its weight.
 
         Args:
@@ -197,41 +197,41 @@ class Decoder:
             place: prefix of the attention's parameters' names.
         """
         spec, graph = self.spec, self.graph
-        factor = spec.post_factor(self.layer)
+        factor = spec.norm_factor(self.layer)
         if spec.post_norm == "none":
             return attended
         weight = torch.ones(spec.value_dim)
         if spec.post_norm == "affine":
-            weight = self.plan.vector(f"{place}.subln.weight")
+            weight = self.plan.read_vector(f"{place}.subln.weight")
         by_pair = graph.int64("by_pair", (0, 0, spec.pairs, spec.value_dim))
         rows = graph.add("Reshape", attended, by_pair)
         scaled = graph.typed_constant(f"layers.{self.layer}.post_norm", weight * factor)
-        normed = rms_norm(graph, rows, scaled, spec.post_norm_eps, self.options.opset)
+        normed = add_rms_norm(graph, rows, scaled, spec.post_norm_eps, self.options.opset)
         return graph.add("Reshape", normed, graph.int64("by_token", (0, 0, spec.pairs * spec.value_dim)))
 
-    def linear(self, x: str, module: str) -> str:
+    def add_linear(self, x: str, module: str) -> str:
         """Add the linear layer `module`, with its bias, and return the name of its output."""
-        (y,) = self.products(x, [module])
+        (y,) = self.add_linears(x, [module])
         return y
 
-    def products(self, x: str, modules: list[str]) -> list[str]:
+    def add_linears(self, x: str, modules: list[str]) -> list[str]:
         """Add linear layers with the same input x, with their biases, and return the names of their outputs."""
-        products = self.linears.products(x, [self.plan.matrices[f"{module}.weight"] for module in modules])
+        products = self.linears.add_products(x, [self.plan.matrices[f"{module}.weight"] for module in modules])
         return [self._add_bias(y, f"{module}.bias") for y, module in zip(products, modules, strict=True)]
 
     def _add_bias(self, y: str, name: str) -> str:
         if name not in self.plan.parameters:
             return y
-        return self.graph.add("Add", y, self.graph.typed_constant(name, self.plan.vector(name)))
+        return self.graph.add("Add", y, self.graph.typed_constant(name, self.plan.read_vector(name)))
 
-    def past(self) -> list[str]:
+    def add_past_inputs(self) -> list[str]:
         """Add the layer's past keys and values as inputs, and return their names; "" for each without a cache."""
         if not self.options.cache:
             return ["", ""]
         names = [PAST.format(layer=self.layer, part=part) for part in ("key", "value")]
         return [self.graph.input(name, self.cache_kind, self._cache_shape("past")) for name in names]
 
-    def present(self) -> list[str]:
+    def add_present_outputs(self) -> list[str]:
         """Return the names of the layer's present keys and values; with a cache, make them outputs of the model."""
         names = [PRESENT.format(layer=self.layer, part=part) for part in ("key", "value")]
         if self.options.cache:
@@ -240,10 +240,10 @@ class Decoder:
         return names
 
     def _cache_shape(self, rows: str) -> list[str | int]:
-        width = key_width(self.spec)
+        width = cached_key_width(self.spec)
         return ["batch_size", self.spec.kv_pairs, rows, width // 2 if self.cache_kind == TensorProto.UINT8 else width]
 
-    def cache_scales(self) -> list[str]:
+    def add_cache_scales(self) -> list[str]:
         """Add the scales of the layer's cache, and return their names; none if the cache is not quantized."""
         if not self.scales:
             return []
@@ -251,7 +251,7 @@ class Decoder:
         return [self.graph.constant(n, value) for n, value in zip(names, self.scales[self.layer], strict=True)]
 
 
-def attention_function(plan: ExportPlan, nodes: Sequence[NodeProto], attributes: OpAttributes) -> FunctionProto:
+def attention_function(plan: ExportPlan, nodes: Sequence[NodeProto], attributes: AttentionAttributes) -> FunctionProto:
     """Return the function body of the attention op, which all attention nodes share.
 
     Args:
@@ -263,13 +263,13 @@ def attention_function(plan: ExportPlan, nodes: Sequence[NodeProto], attributes:
     return _function(plan, replace(attributes, local_window_size=max(windows, default=-1)))
 
 
-def _function(plan: ExportPlan, attributes: OpAttributes) -> FunctionProto:
+def _function(plan: ExportPlan, attributes: AttentionAttributes) -> FunctionProto:
     spec, options = plan.spec, plan.options
     # Standard ops if GroupQueryAttention cannot compute it (quantized logits, unsupported widths).
     kind: BodyKind = "pure" if contrib_problems(attributes, spec.head_dim) else "contrib"
     present = {"signal_gate": spec.lam == "two-gates", "output_gate": spec.output_gate}
     gates = [name for name in GATES if present[name]]
-    return body(kind, attributes, spec.head_dim, options.opset, options.cache, gates)
+    return make_function_body(kind, attributes, spec.head_dim, options.opset, options.cache, gates)
 
 
 def _window(node: NodeProto) -> int:

@@ -17,7 +17,7 @@ from diffquant.onnx.graph.matrix import Matrix, checked_cast
 from diffquant.onnx.graph.nodes import Graph
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN
 from diffquant.onnx.graph.ops import MATMUL
-from diffquant.onnx.graph.streaming import Streamed, make_view
+from diffquant.onnx.graph.streaming import StreamedTensor, make_view
 from diffquant.onnx.options import ExportOptions
 from diffquant.recipe.numbers.packing import pack
 from diffquant.recipe.scheme import Scheme
@@ -36,12 +36,12 @@ def container_bits(scheme: Scheme) -> int:
 
 def block_size(scheme: Scheme, width: int) -> int | None:
     """Return how many columns of a row of `width` share a scale in the exported file, or None if no kernel fits."""
-    shared = scheme.size or width
+    shared = scheme.granularity_size or width
     fitting = next((block for block in _BLOCKS if shared % block == 0), None)
-    return fitting if fitting or scheme.size else _PADDED_BLOCK
+    return fitting if fitting or scheme.granularity_size else _PADDED_BLOCK
 
 
-def check_blocks(matrices: list[Matrix]) -> None:
+def check_block_sizes(matrices: list[Matrix]) -> None:
     """Check that kernels support all number formats and group sizes, and that groups divide a row.
 
     Raises:
@@ -56,13 +56,13 @@ def check_blocks(matrices: list[Matrix]) -> None:
     refused = [
         m
         for m in rounded
-        if m.shape[1] % (m.scheme.size or 1) or (m.has_codes and block_size(m.scheme, m.shape[1]) is None)
+        if m.shape[1] % (m.scheme.granularity_size or 1) or (m.has_codes and block_size(m.scheme, m.shape[1]) is None)
     ]
     if refused:
         scheme = refused[0].scheme
         widths = {m.shape[1] for m in rounded if m.scheme == scheme}
         fitting = ", ".join(f"g{block}" for block in _BLOCKS[::-1] if not any(width % block for width in widths))
-        use = f"{fitting} or row" if fitting else "row" if scheme.size else "8:row"
+        use = f"{fitting} or row" if fitting else "row" if scheme.granularity_size else "8:row"
         raise GroupSizeError(
             "no kernel reads "
             + first_few((f"{m.name} {list(m.shape)} {m.scheme}" for m in refused), ", ")
@@ -97,7 +97,7 @@ class Linears:
     def __init__(self, graph: Graph, options: ExportOptions) -> None:
         self.graph = graph
         self.options = options
-        self.streamed: list[Streamed] = []
+        self.streamed: list[StreamedTensor] = []
         self._streamed_names: set[str] = set()
         # Initializers that span consecutive streamed tensors: by name, the tensors' names and the shape.
         self._views: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
@@ -117,7 +117,7 @@ class Linears:
         stacked = {part for parts, _ in self._views.values() if len(parts) > 1 for part in parts}
         return {**{name: tensor for name, tensor in initializers.items() if name not in stacked}, **views}
 
-    def products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
+    def add_products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
         """Add the matmuls of x [B, T, in] with each transposed matrix; return the names of the outputs [B, T, out].
 
         Quantized matrices with the same layout are stacked into one matmul, which rounds x once; results are the same.
@@ -131,7 +131,7 @@ class Linears:
             for matrix in matrices
         ]
 
-    def lookup(self, ids: str, matrix: Matrix, name: str) -> str:
+    def add_lookup(self, ids: str, matrix: Matrix, name: str) -> str:
         """Add the lookup of token ids [B, T] in an embedding; `name` is that of the result [B, T, D]."""
         if not matrix.scheme.quantizes:
             return self.graph.add("Gather", self._values(matrix), ids, name=name)
@@ -153,9 +153,9 @@ class Linears:
             gather_axis=0,
             quantize_axis=2,
         )
-        return self.join_blocks(rows, f"{matrix.module}.row", (0, 0), width, block, name)
+        return self.add_block_join(rows, f"{matrix.module}.row", (0, 0), width, block, name)
 
-    def join_blocks(
+    def add_block_join(
         self, blocks: str, shape_name: str, rows: Sequence[int], width: int, block: int, name: str | None = None
     ) -> str:
         """Add a Reshape of dequantized blocks to [*rows, width], and a Slice if the last block is padded.
@@ -188,12 +188,12 @@ class Linears:
         heights, width = [matrix.shape[0] for matrix in matrices], matrices[0].shape[1]
         room = matrices[0].module.rpartition(".")[0]
         name = f"{room}.{'+'.join(matrix.module.rpartition('.')[2] for matrix in matrices)}"
-        parts = [self.layout(matrix) for matrix in matrices]
+        parts = [self.make_stored_tensors(matrix) for matrix in matrices]
         stored = {}
         for what in ("codes", "scales"):
             tensors = [part[what] for part in parts]
             for place, tensor in enumerate(tensors):
-                self.stream(replace(tensor, follows=place > 0))
+                self.add_tensor(replace(tensor, follows=place > 0))
             stored[what] = f"{name}{tensors[0].name.removeprefix(matrices[0].module)}"
             shape = (sum(heights), *tensors[0].shape[1:])
             self._views[stored[what]] = tuple(tensor.name for tensor in tensors), shape
@@ -225,17 +225,17 @@ class Linears:
         dtype = self.options.torch_dtype
 
         def make(first: int, last: int) -> Tensor:
-            return checked_cast(matrix.values(first, last), dtype, matrix.stored_name)
+            return checked_cast(matrix.read_unquantized(first, last), dtype, matrix.stored_name)
 
         out, width = matrix.shape
         name, kind = f"{matrix.module}.weight", FLOAT_KINDS[dtype]
-        return self.stream(Streamed(name, kind, (out, width), width * dtype.itemsize, width, make))
+        return self.add_tensor(StreamedTensor(name, kind, (out, width), width * dtype.itemsize, width, make))
 
     def _codes(self, matrix: Matrix) -> dict[str, str]:
         """Stream a quantized matrix; return the names of its initializers by "codes" and "scales"."""
-        return {what: self.stream(tensor) for what, tensor in self.layout(matrix).items()}
+        return {what: self.add_tensor(tensor) for what, tensor in self.make_stored_tensors(matrix).items()}
 
-    def layout(self, matrix: Matrix) -> dict[str, Streamed]:
+    def make_stored_tensors(self, matrix: Matrix) -> dict[str, StreamedTensor]:
         """Return the tensors "codes" and "scales" in which the data file stores a quantized matrix."""
         out, width = matrix.shape
         bits = container_bits(matrix.scheme)
@@ -245,21 +245,23 @@ class Linears:
         dtype = self.options.torch_dtype
 
         def make_codes(first: int, last: int) -> Tensor:
-            codes = pad(matrix.codes(first, last), (0, blocks * block - width))
+            codes = pad(matrix.read_codes(first, last), (0, blocks * block - width))
             return to_stored_bytes(codes, bits)
 
         def make_scales(first: int, last: int) -> Tensor:
-            scales = checked_cast(matrix.scales(first, last), dtype, matrix.stored_name)
+            scales = checked_cast(matrix.read_scales(first, last), dtype, matrix.stored_name)
             return scales.repeat_interleave(blocks // scales.shape[1], 1)
 
         row, scale_row = blocks * block * bits // 8, blocks * dtype.itemsize
         scale_kind, module = FLOAT_KINDS[dtype], matrix.module
         return {
-            "codes": Streamed(f"{module}.weight_codes", TensorProto.UINT8, shape, row, width, make_codes),
-            "scales": Streamed(f"{module}.weight_scale", scale_kind, (out, blocks), scale_row, width, make_scales),
+            "codes": StreamedTensor(f"{module}.weight_codes", TensorProto.UINT8, shape, row, width, make_codes),
+            "scales": StreamedTensor(
+                f"{module}.weight_scale", scale_kind, (out, blocks), scale_row, width, make_scales
+            ),
         }
 
-    def stream(self, tensor: Streamed) -> str:
+    def add_tensor(self, tensor: StreamedTensor) -> str:
         """Add a tensor to the data file, unless it was added before, as for a tied head; return its name."""
         if tensor.name not in self._streamed_names:
             self._streamed_names.add(tensor.name)

@@ -68,7 +68,7 @@ class Matrix:
         """Whether the graph stores the weight as codes."""
         return self.scheme.quantizes and not self.is_expanded
 
-    def values(self, first: int, last: int) -> Tensor:
+    def read_unquantized(self, first: int, last: int) -> Tensor:
         """Return some rows [rows, in] of a weight that the checkpoint does not quantize, in the stored dtype.
 
         Raises:
@@ -78,15 +78,17 @@ class Matrix:
         check_finite(rows, f"{self.stored_name}, rows {first} to {last - 1},")
         return rows
 
-    def codes(self, first: int, last: int) -> Tensor:
+    def read_codes(self, first: int, end: int) -> Tensor:
         """Return the codes of some rows, int8 [rows, in], from the checkpoint or made by rounding."""
         if self.stored.quantizes:
-            words = self._read_ordered(self._sibling(codes_suffix(self.stored)), first, last)
+            words = self._read_ordered(self._sibling(codes_suffix(self.stored)), first, end)
             return self.stored.format.unpack(words, self.shape[1])
-        codes, self._made_scales[first, last] = self._rounded.rows(first, self.values(first, last).float())
+        codes, self._made_scales[first, end] = self._rounded.round_rows(
+            first, self.read_unquantized(first, end).float()
+        )
         return codes
 
-    def scales(self, first: int, last: int) -> Tensor:
+    def read_scales(self, first: int, last: int) -> Tensor:
         """Return the scales of some rows, [rows, groups]; one group if scales are per row or per tensor."""
         if self.stored.quantizes:
             name = self._sibling(SCALE)
@@ -95,18 +97,18 @@ class Matrix:
         elif (first, last) in self._made_scales:
             scale = self._made_scales.pop((first, last))
         else:
-            _, scale = self._rounded.rows(first, self.values(first, last).float())
+            _, scale = self._rounded.round_rows(first, self.read_unquantized(first, last).float())
         return scale.expand(last - first, 1) if scale.numel() == 1 else scale
 
     def dequantize(self, first: int, last: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:
         """Return codes · scale of some rows in float32, with the scale rounded to the exported model's type."""
-        codes, scale = self.codes(first, last), self.scales(first, last).to(scale_dtype).float()
+        codes, scale = self.read_codes(first, last), self.read_scales(first, last).to(scale_dtype).float()
         flat = scale.flatten()[:1] if self.scheme.sharing.spans_rows else scale
         return decode_codes(codes, flat, self.scheme)
 
-    def floats(self, first: int, last: int) -> Tensor:
+    def read_float32(self, first: int, last: int) -> Tensor:
         """Return some rows [rows, in] in float32, dequantized if they are quantized."""
-        return self.dequantize(first, last) if self.scheme.quantizes else self.values(first, last).float()
+        return self.dequantize(first, last) if self.scheme.quantizes else self.read_unquantized(first, last).float()
 
     @cached_property
     def _made_scales(self) -> dict[tuple[int, int], Tensor]:
@@ -120,7 +122,7 @@ class Matrix:
 
         # A per-tensor scale does not depend on the order of rows, so they are read in stored order, which is fastest.
         def read(first: int, last: int) -> Tensor:
-            return self.checkpoint.matrix_rows(self.stored_name, first, last)
+            return self.checkpoint.read_matrix_rows(self.stored_name, first, last)
 
         dtype = self.wanted.format.scale_dtype(self.checkpoint.output_dtype(self.stored_name))
         shape = _rows_and_width(info.shape)
@@ -128,14 +130,14 @@ class Matrix:
 
     def _read_ordered(self, name: str, first: int, last: int) -> Tensor:
         if self.order is None:
-            return self.checkpoint.matrix_rows(name, first, last)
+            return self.checkpoint.read_matrix_rows(name, first, last)
         return self.checkpoint.read_rows(name, self.order[first:last])
 
     def _sibling(self, suffix: str) -> str:
         return self.stored_name.removesuffix(".weight") + suffix
 
 
-def check_unpacked(source: Source, weights: Scheme) -> None:
+def check_not_requantized(source: Source, weights: Scheme) -> None:
     """Check that the scheme `weights` does not quantize a checkpoint that is quantized already.
 
     Raises:
@@ -148,7 +150,7 @@ def check_unpacked(source: Source, weights: Scheme) -> None:
         )
 
 
-def read_matrix(source: Source, name: str, wanted: Scheme, layout: HeadLayout | None = None) -> Matrix:
+def open_matrix(source: Source, name: str, wanted: Scheme, layout: HeadLayout | None = None) -> Matrix:
     """Return a two-dimensional weight of a checkpoint, or experts' stacked weights, without reading the data.
 
     Args:
@@ -160,7 +162,7 @@ def read_matrix(source: Source, name: str, wanted: Scheme, layout: HeadLayout | 
     stored_name = source.adapter.source_name(name)
     stored = source.packed.get(stored_name.removesuffix(".weight"), FULL)
     shape = _rows_and_width(source.architecture.parameters[name].shape)
-    order = source.adapter.rows_as(layout or op_layout(source.spec), name)
+    order = source.adapter.layout_row_order(layout or attention_head_layout(source.spec), name)
     scheme = FULL if stored.quantizes else wanted
     return Matrix(source.checkpoint, stored_name, name, shape, stored, scheme, order)
 
@@ -170,7 +172,7 @@ def _rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-def op_layout(spec: DiffSpec) -> HeadLayout:
+def attention_head_layout(spec: DiffSpec) -> HeadLayout:
     """Return the attention op's head layout: a pair's heads are adjacent, in V1 also channels that rotate together."""
     if spec.maps == 1:
         return spec.layout

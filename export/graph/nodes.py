@@ -44,7 +44,7 @@ class Graph:
         self._name_counts: dict[str, int] = {}
 
     @contextmanager
-    def module(self, name: str) -> Iterator[None]:
+    def module_scope(self, name: str) -> Iterator[None]:
         """Prefix the names of nodes that are added inside the context with this module's name."""
         outer, self._module = self._module, f"{self._module}{name}."
         try:
@@ -75,11 +75,11 @@ class Graph:
         )
         return outputs
 
-    def wide(self, x: str) -> str:
+    def to_float32(self, x: str) -> str:
         """Cast activations to float32 unless they are float32 already, and return the result's name."""
         return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=TensorProto.FLOAT)
 
-    def narrow(self, x: str) -> str:
+    def to_activation_type(self, x: str) -> str:
         """Cast a float32 value to the activations' type, and return the result's name."""
         return x if self.kind == TensorProto.FLOAT else self.add("Cast", x, to=self.kind)
 
@@ -178,7 +178,7 @@ def _poly_norm(graph: Graph, gate: str, parameters: Mapping[str, str]) -> str:
 EMITTED: Mapping[str, Emit] = {"silu": _silu, "swish": _silu, "poly_norm": _poly_norm}
 
 
-def functions(hidden_act: str, opset: int) -> list[FunctionProto]:
+def activation_functions(hidden_act: str, opset: int) -> list[FunctionProto]:
     """Return the ONNX functions that the MLP's activation function needs; none if standard ops compute it."""
     return [poly_norm_function(opset)] if hidden_act == "poly_norm" else []
 
@@ -216,14 +216,14 @@ _TEXT = f"""   wide = Cast <to = {_FLOAT}> (x)
    y = CastLike (out, x)"""
 
 
-def rms_norm(graph: Graph, x: str, weight: str, eps: float, opset: int) -> str:
+def add_rms_norm(graph: Graph, x: str, weight: str, eps: float, opset: int) -> str:
     """Add an RMSNorm x / √(mean(x²) + eps) · weight over the last axis, in float32, and return the result's name."""
     if opset >= DEFAULT_OPSET:
         return graph.add("RMSNormalization", x, weight, axis=-1, epsilon=eps)
-    wide = graph.wide(x)
+    wide = graph.to_float32(x)
     square = graph.add("Pow", wide, graph.constant("norm.two", np.array(2, np.float32)))
     mean = graph.add("ReduceMean", square, graph.int64("norm.axis", (-1,)), keepdims=1)
     least = graph.constant(f"norm.epsilon.{eps:g}", np.array(eps, np.float32))
     root = graph.add("Sqrt", graph.add("Add", mean, least))
     normed = graph.add("Div", wide, root)
-    return graph.add("Mul", graph.narrow(normed), weight)
+    return graph.add("Mul", graph.to_activation_type(normed), weight)

@@ -26,7 +26,7 @@ GATES = ("signal_gate", "output_gate")
 
 
 @dataclass(frozen=True)
-class OpAttributes:
+class AttentionAttributes:
     """Attributes of a DifferentialAttention node; nodes have all of them, since kernels do not see defaults.
 
     Attributes:
@@ -63,14 +63,14 @@ class OpAttributes:
             raise UsageError(f"{DOMAIN}::{NAME}: {'; '.join(problems)}")
 
     @property
-    def num_noises(self) -> int:
+    def num_noise_heads(self) -> int:
         """Number n of noise heads, h / r."""
         return self.num_pairs // self.signals_per_noise
 
     @property
     def query_heads(self) -> int:
         """Number h + n of query heads."""
-        return self.num_pairs + self.num_noises
+        return self.num_pairs + self.num_noise_heads
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by name."""
@@ -139,7 +139,7 @@ def schema() -> OpSchema:
 def attribute_types() -> dict[str, OpSchema.AttrType]:
     """Return the type of each attribute by name, in order."""
     kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
-    return {name: kinds[kind] for name, kind in OpAttributes.__annotations__.items()}
+    return {name: kinds[kind] for name, kind in AttentionAttributes.__annotations__.items()}
 
 
 def make_function(

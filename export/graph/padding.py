@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-# Not imported at run time: `compute_all_logits` must work without torch.
+# Not imported at run time: `enable_all_logits` must work without torch.
 if TYPE_CHECKING:
     from diffquant.onnx.graph.nodes import Graph
 
@@ -94,7 +94,7 @@ def gather_head_inputs(graph: "Graph", x: str, places: str) -> str:
     return graph.add("GatherND", x, index, name=_STATES_READ, batch_dims=1)
 
 
-def compute_all_logits(model: ModelProto) -> bool:
+def enable_all_logits(model: ModelProto) -> bool:
     """Change a graph so that it computes the logits of every position; return whether the graph was changed."""
     maker = {output: node for node in model.graph.node for output in node.output}
     if _LAST_POSITION in maker:

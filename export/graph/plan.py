@@ -18,11 +18,11 @@ from diffquant.model.adapters import Adapter
 from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import Parameters
 from diffquant.model.config import ArchitectureConfig
-from diffquant.onnx.graph.body import contrib_row_problems
-from diffquant.onnx.graph.linears import check_blocks
-from diffquant.onnx.graph.matrix import Matrix, check_unpacked, op_layout, read_matrix
+from diffquant.onnx.graph.body import contrib_width_problems
+from diffquant.onnx.graph.linears import check_block_sizes
+from diffquant.onnx.graph.matrix import Matrix, attention_head_layout, check_not_requantized, open_matrix
 from diffquant.onnx.graph.nodes import EMITTED
-from diffquant.onnx.options import ExportOptions, runtime_floor
+from diffquant.onnx.options import ExportOptions, oldest_runtime
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.absmax import check_finite, max_code
 from diffquant.recipe.scheme import FULL, Scheme
@@ -36,11 +36,11 @@ CACHE_LIMIT = 4.0
 
 def latent_widths(architecture: Architecture) -> tuple[int, int] | None:
     """Return the widths of a token's latent and of its rotated key part, or None if the model has no latents."""
-    widths = {(rows.values[1], rows.keys[1]) for rows in architecture.token_rows.values() if rows.is_latent}
+    widths = {(rows.values[1], rows.keys[1]) for rows in architecture.cached_shapes.values() if rows.is_latent}
     return next(iter(widths), None)
 
 
-def op_spec(architecture: Architecture) -> DiffSpec:
+def attention_spec(architecture: Architecture) -> DiffSpec:
     """Return the specification of the graph's attention nodes: the model's, or for latent attention one over latents.
 
     Nodes over latents use the logit scale of the model's `diff_spec` instead of the returned one.
@@ -63,11 +63,11 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
     Raises:
         UsageError: the ranges have no keys or no values, or were clipped for another width.
     """
-    ranges.check(Recipe.of(kv=f"{bits}:static"))
+    ranges.check_recipe(Recipe.of(kv=f"{bits}:static"))
     orders = exported_cache_channels(source)
-    shape = (1, op_spec(source.architecture).kv_pairs, 1, -1)
+    shape = (1, attention_spec(source.architecture).kv_pairs, 1, -1)
     scales = {}
-    for layer in source.architecture.token_rows:
+    for layer in source.architecture.cached_shapes:
         k, v = (ranges.tensors[f"layers.{layer}.{target}"] for target in ("k", "v"))
         rows = (
             [_to_op_order(x, order) / max_code(bits) for x, order in zip((k, v), orders, strict=True)]
@@ -94,12 +94,12 @@ def exported_cache_channels(source: Source) -> tuple[Tensor, Tensor]:
     if widths := latent_widths(source.architecture):
         latent, turned = widths
         return torch.arange(latent, latent + turned)[None], torch.arange(latent)[None]
-    layout, exported = source.spec.layout, op_layout(source.spec)
+    layout, exported = source.spec.layout, attention_head_layout(source.spec)
     places = []
     for projection in ("k_proj", "v_proj"):
         order = layout.permutation_to(exported, projection)
-        places.append(torch.arange(layout.height(projection)) if order is None else order.argsort())
-    keys, values = layout.keys(places[0][None]), layout.values(places[1][None])
+        places.append(torch.arange(layout.row_count(projection)) if order is None else order.argsort())
+    keys, values = layout.view_keys(places[0][None]), layout.view_values(places[1][None])
     return keys.squeeze(-2), values.squeeze(-2)
 
 
@@ -146,7 +146,7 @@ class ExportPlan:
     @cached_property
     def spec(self) -> DiffSpec:
         """The specification of the graph's attention nodes."""
-        return op_spec(self.source.architecture)
+        return attention_spec(self.source.architecture)
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
@@ -156,16 +156,16 @@ class ExportPlan:
         schemes |= dict.fromkeys(ends, self._end_scheme)
         schemes |= dict.fromkeys([name for name, each in self.parameters.items() if each.is_large], FULL)
         return {
-            name: replace(read_matrix(self.source, name, scheme), is_expanded=self.parameters[name].by_head)
+            name: replace(open_matrix(self.source, name, scheme), is_expanded=self.parameters[name].by_head)
             for name, scheme in schemes.items()
         }
 
     def read_small_matrix(self, name: str) -> Tensor:
         """Read a whole matrix in float32; use it for small ones, such as λ projections."""
-        matrix = read_matrix(self.source, name, FULL)
-        return matrix.floats(0, matrix.shape[0])
+        matrix = open_matrix(self.source, name, FULL)
+        return matrix.read_float32(0, matrix.shape[0])
 
-    def vector(self, name: str) -> Tensor:
+    def read_vector(self, name: str) -> Tensor:
         """Read a norm's weight, a bias or a λ vector in float32; a bias is reordered like its matrix's rows.
 
         Raises:
@@ -173,14 +173,14 @@ class ExportPlan:
         """
         vector = self.source.read(name)
         check_finite(vector, self.adapter.source_name(name))
-        order = self.adapter.rows_as(op_layout(self.source.spec), name)
+        order = self.adapter.layout_row_order(attention_head_layout(self.source.spec), name)
         return (vector if order is None else vector[order]).float()
 
     @property
-    def floor(self) -> str:
+    def oldest_runtime(self) -> str:
         """Oldest ONNX Runtime version that opens the model."""
         stacked = [m for name, m in self.matrices.items() if len(self.parameters[name].shape) > 2]
-        return runtime_floor(self.options, any(matrix.has_codes for matrix in stacked))
+        return oldest_runtime(self.options, any(matrix.has_codes for matrix in stacked))
 
     @property
     def parameters(self) -> Parameters:
@@ -205,13 +205,13 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
         UsageError: the options quantize weights that are quantized already.
         GroupSizeError: no kernel supports some group sizes.
     """
-    check_unpacked(source, options.weights)
+    check_not_requantized(source, options.weights)
     check_exportable(source, "export")
     problems = _problems(source, options)
     if problems:
         raise CheckpointError(f"{source.path} cannot be exported: {'; '.join(problems)}")
     plan = ExportPlan(source, options)
-    check_blocks(list(plan.matrices.values()))
+    check_block_sizes(list(plan.matrices.values()))
     return plan
 
 
@@ -223,7 +223,7 @@ def check_exportable(source: Source, verb: str) -> None:
     """
     architecture = source.architecture
     blocks = [*(block for layer in architecture.layers for block in layer.values()), architecture.final_norm[1]]
-    missing = {type(block).__name__: None for block in blocks if not block.exported_by}
+    missing = {type(block).__name__: None for block in blocks if not block.export_function}
     if missing or not architecture.export:
         what = first_few(missing, ", ") or type(architecture).__name__
         raise source.unsupported_error(verb, f", because there is no export for {what}")
@@ -234,7 +234,7 @@ def _layer_problems(architecture: Architecture, options: ExportOptions) -> Itera
     others = dict.fromkeys(kind for i, kind in enumerate(architecture.layer_kinds) if i not in attending)
     if options.web and others:
         yield f"{option_name('web')} shows attention in every layer, but its {' and '.join(others)} layers have none"
-    cached = list(architecture.token_rows.values())
+    cached = list(architecture.cached_shapes.values())
     if options.web and any(rows.window for rows in cached):
         yield f"the page of {option_name('web')} draws whole maps, but some layers attend only within a window"
     odd = {rows.values[1] for rows in cached if rows.values[1] % 2}
@@ -244,7 +244,7 @@ def _layer_problems(architecture: Architecture, options: ExportOptions) -> Itera
 
 
 def _problems(source: Source, options: ExportOptions) -> list[str]:
-    config, spec = source.architecture.config, op_spec(source.architecture)
+    config, spec = source.architecture.config, attention_spec(source.architecture)
     problems = [*_layer_problems(source.architecture, options), *_activation_problems(source, options)]
     if config.hidden_act not in EMITTED:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
@@ -252,7 +252,7 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     if rope.get("rope_type") in _MOVING_ROPE:
         problems.append(f"its RoPE angles depend on the sequence's length (rope_type {rope['rope_type']!r})")
     # Size of both RoPE tables, cosines and sines, with half a key row's channels each.
-    angles = config.max_position_embeddings * key_width(spec) * options.torch_dtype.itemsize
+    angles = config.max_position_embeddings * cached_key_width(spec) * options.torch_dtype.itemsize
     if spec.rope != "none" and angles >= _LARGEST_GRAPH:
         problems.append(
             f"its max_position_embeddings {config.max_position_embeddings:,} need {angles / 1e9:.1f} GB of angles, but "
@@ -260,8 +260,10 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         )
     if spec.scale_by_init and spec.post_norm == "none":
         problems.append("it scales attention by 1 - λ_init without a norm")
-    if spec.value_dim != key_width(spec):
-        problems.append(f"its values have {spec.value_dim} channels and its keys {key_width(spec)}; both must be equal")
+    if spec.value_dim != cached_key_width(spec):
+        problems.append(
+            f"its values have {spec.value_dim} channels and its keys {cached_key_width(spec)}; both must be equal"
+        )
     if spec.maps == 1 and options.logits.quantizes:
         problems.append(f"a Transformer's logits cannot be rounded in ONNX Runtime: leave out {option_name('logits')}")
     if spec.maps == 1 and options.web:
@@ -269,7 +271,7 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
             f"a Transformer has no second map to show: leave out {option_name('web')}, or convert it to diff-v2"
         )
     if spec.maps == 1:
-        widths = contrib_row_problems(spec.head_dim, spec.rope != "none")
+        widths = contrib_width_problems(spec.head_dim, spec.rope != "none")
         problems += [f"ONNX Runtime's GroupQueryAttention cannot compute it: {problem}" for problem in widths]
     return problems
 
@@ -290,6 +292,6 @@ def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str
         yield f"its recipe rounds activations to 8 bits: leave out {option_name('accuracy_level', 1)}, which does not"
 
 
-def key_width(spec: DiffSpec) -> int:
+def cached_key_width(spec: DiffSpec) -> int:
     """Return the width of a KV pair's cached keys, which in V1 are those of both maps; values are as wide."""
-    return spec.layout.height("k_proj") // spec.kv_pairs
+    return spec.layout.row_count("k_proj") // spec.kv_pairs

@@ -8,13 +8,13 @@ from collections.abc import Collection
 from onnx import TensorProto
 
 from diffquant.errors import UsageError
-from diffquant.onnx.graph.op import OpAttributes
+from diffquant.onnx.graph.op import AttentionAttributes
 from diffquant.onnx.graph.pure_cache import cache_update_text
 from diffquant.recipe.numbers.absmax import max_code
 from diffquant.recipe.numbers.simulation import SHIFT_RANGE
 
 
-def pure_text(attributes: OpAttributes, width: int, cached: bool, gates: Collection[str]) -> str:
+def standard_ops_text(attributes: AttentionAttributes, width: int, cached: bool, gates: Collection[str]) -> str:
     """Return the nodes of the "pure" body as text in onnx's syntax.
 
     Args:
@@ -77,7 +77,7 @@ def _positions(past: str | None) -> str:
    real = Less (position, tokens_column)"""
 
 
-def _rotated_rows(name: str, rows: int, width: int, head_width: int, attributes: OpAttributes) -> str:
+def _rotated_rows(name: str, rows: int, width: int, head_width: int, attributes: AttentionAttributes) -> str:
     """Compute {name}_turned [B, T, rows, width], with RoPE; key rows of several heads use repeated angles."""
     shape = f"""   {name}_shape = Constant <value = int64[4] {{0, 0, {rows}, {width}}}> ()
    {name}_rows = Reshape ({name}, {name}_shape)"""
@@ -110,7 +110,7 @@ def _rotated_rows(name: str, rows: int, width: int, head_width: int, attributes:
    {name}_turned = Reshape ({name}_pairs, {name}_shape)"""
 
 
-def _logits(attributes: OpAttributes, width: int) -> str:
+def _logits(attributes: AttentionAttributes, width: int) -> str:
     """Compute `logits` [B, h_kv, 2, g, T, S] and the mask `visible` [B, 1, 1, 1, T, S]."""
     if attributes.generation == 1:
         keys = f"""   by_map = Constant <value = int64[5] {{0, 0, 0, 2, {width}}}> ()
@@ -145,14 +145,15 @@ _WINDOW_TEXT = """   window = Constant <value_int: int = @local_window_size> ()
    seen = And (causal, inside)"""
 
 
-def _by_map(attributes: OpAttributes, width: int) -> str:
+def _by_map(attributes: AttentionAttributes, width: int) -> str:
     """Compute `query_groups` [B, T, h_kv, g, 2, d]; a noise head that several pairs share is repeated for each."""
     kv_pairs, group = attributes.num_kv_pairs, attributes.num_pairs // attributes.num_kv_pairs
     signals = attributes.signals_per_noise
     if signals == 1:
         return f"""   by_group = Constant <value = int64[6] {{0, 0, {kv_pairs}, {group}, 2, {width}}}> ()
    query_groups = Reshape (query_wide, by_group)"""
-    return f"""   by_noise = Constant <value = int64[5] {{0, 0, {attributes.num_noises}, {signals + 1}, {width}}}> ()
+    noises = attributes.num_noise_heads
+    return f"""   by_noise = Constant <value = int64[5] {{0, 0, {noises}, {signals + 1}, {width}}}> ()
    by_group = Constant <value = int64[6] {{0, 0, {kv_pairs}, {group}, 1, {width}}}> ()
    query_parts = Constant <value = int64[2] {{{signals}, 1}}> ()
    noise_times = Constant <value = int64[5] {{1, 1, 1, {signals}, 1}}> ()
@@ -167,7 +168,7 @@ def _by_map(attributes: OpAttributes, width: int) -> str:
 _SHARING = {"row": "5", "head": "4, 5", "pair": "2, 4, 5", "tensor": "1, 2, 3, 4, 5"}
 
 
-def _simulate_rounding(attributes: OpAttributes) -> str:
+def _simulate_rounding(attributes: AttentionAttributes) -> str:
     """Compute `scores`: logits quantized and dequantized as in `diffquant.attention.logits`."""
     axes = _SHARING[attributes.logit_granularity]
     shifted = (
@@ -189,7 +190,7 @@ def _simulate_rounding(attributes: OpAttributes) -> str:
 {_round_logits(attributes)}"""
 
 
-def _round_logits(attributes: OpAttributes) -> str:
+def _round_logits(attributes: AttentionAttributes) -> str:
     """Compute `scores`: `prepared` logits rounded to multiples of `step`, the range divided by the number of levels."""
     bits = attributes.logit_bits
     levels = 2**bits - 1 if attributes.logit_shift else max_code(bits)
@@ -210,7 +211,7 @@ def _round_logits(attributes: OpAttributes) -> str:
    scores = Mul (logit_codes, step)"""
 
 
-def _output(attributes: OpAttributes, value_width: int, gates: Collection[str]) -> str:
+def _output(attributes: AttentionAttributes, value_width: int, gates: Collection[str]) -> str:
     """Compute the output [B, T, h·dv] from scores and values."""
     pairs = attributes.num_pairs
     per_pair = [_per_pair("lambda", attributes)]
@@ -243,7 +244,7 @@ def _output(attributes: OpAttributes, value_width: int, gates: Collection[str]) 
    output = CastLike (gated_rows, query)"""
 
 
-def _per_pair(name: str, attributes: OpAttributes) -> str:
+def _per_pair(name: str, attributes: AttentionAttributes) -> str:
     """Expand an input [1] or [B, T, h] to {name}_spread [B, h_kv, 1, g, T, 1]."""
     pairs, kv_pairs = attributes.num_pairs, attributes.num_kv_pairs
     return f"""   {name}_pairs = Constant <value = int64[1] {{{pairs}}}> ()

@@ -5,11 +5,11 @@ The functions return nodes as text.
 
 from onnx import TensorProto
 
-from diffquant.onnx.graph.op import OpAttributes
+from diffquant.onnx.graph.op import AttentionAttributes
 from diffquant.recipe.numbers.absmax import max_code
 
 
-def cache_update_text(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
+def cache_update_text(name: str, kv_pairs: int, width: int, attributes: AttentionAttributes, cached: bool) -> str:
     """Return nodes that compute present_{name}, and its dequantized values {name}_read in float32.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffquant.checkpoints.row_stream import BLOCK_ELEMENTS, map_in_order, open_workers
 from diffquant.onnx.files import DATA_FILE
-from diffquant.support.files import PlacedFile
+from diffquant.support.files import PreallocatedFile
 from diffquant.support.progress import Progress
 
 # A tensor that starts on a page boundary can be used from a memory-mapped file without a copy.
@@ -22,7 +22,7 @@ Rows = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedTensor:
     """A tensor whose data is computed while it is written.
 
     Attributes:
@@ -47,13 +47,13 @@ class Streamed:
     def nbytes(self) -> int:
         return self.shape[0] * self.row_bytes
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
+    def row_ranges(self) -> Iterator[tuple[int, int]]:
         """Return the blocks of rows to compute at a time, as tuples of first and last (exclusive) row."""
         rows = max(1, BLOCK_ELEMENTS // max(1, self.width))
         return ((first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows))
 
 
-def assign_offsets(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> tuple[dict[str, TensorProto], int]:
+def assign_offsets(tensors: Sequence[StreamedTensor], data_name: str = DATA_FILE) -> tuple[dict[str, TensorProto], int]:
     """Assign tensors to offsets in the data file; return their initializers by name, and the file's size in bytes."""
     placed: dict[str, TensorProto] = {}
     end = 0
@@ -64,27 +64,27 @@ def assign_offsets(tensors: Sequence[Streamed], data_name: str = DATA_FILE) -> t
     return placed, end
 
 
-def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
+def write_data_file(path: Path, tensors: Sequence[StreamedTensor], progress: Progress) -> None:
     """Write the data file, with a few blocks of rows per core in memory."""
     placed, size = assign_offsets(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
-    with closing(PlacedFile(path, size)) as file, open_workers() as pool:
+    with closing(PreallocatedFile(path, size)) as file, open_workers() as pool:
 
-        def work(tensor: Streamed, first: int, last: int) -> tuple[str, int]:
+        def work(tensor: StreamedTensor, first: int, last: int) -> tuple[str, int]:
             data = tensor.make(first, last).contiguous().view(torch.uint8).numpy()
             file.put(data.data.cast("B"), offsets[tensor.name] + first * tensor.row_bytes)
             return tensor.name, data.nbytes
 
         offsets = {name: _entry(proto, "offset") for name, proto in placed.items()}
-        tasks = ((tensor, first, last) for tensor in tensors for first, last in tensor.blocks())
+        tasks = ((tensor, first, last) for tensor in tensors for first, last in tensor.row_ranges())
         for name, written in map_in_order(pool, work, tasks):
             done += written
             progress(done, total, name)
         file.sync()
 
 
-def _reference(tensor: Streamed, offset: int, data_name: str) -> TensorProto:
+def _reference(tensor: StreamedTensor, offset: int, data_name: str) -> TensorProto:
     proto = TensorProto(name=tensor.name, data_type=tensor.kind, dims=tensor.shape)
     proto.data_location = TensorProto.EXTERNAL
     for key, value in (("location", data_name), ("offset", offset), ("length", tensor.nbytes)):

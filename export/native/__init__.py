@@ -34,12 +34,12 @@ def library_path() -> Path | None:
     return Path(override)
 
 
-def kernel_name() -> str | None:
+def attention_instruction_set() -> str | None:
     """Return the instruction set of the library's attention: avx512, avx2 or plain, or None if there is no library."""
     return _name("diffquant_kernel_name")
 
 
-def matmul_kernel_name() -> str | None:
+def matmul_instruction_set() -> str | None:
     """Return the instruction set of the library's quantized matmuls, avx512vnni or avx2, or None if they are not used.
 
     They are used only on CPUs where they are known to be faster than ONNX Runtime's kernels.
@@ -47,7 +47,7 @@ def matmul_kernel_name() -> str | None:
     return _name("diffquant_matmul_kernel_name")
 
 
-def use_kernel(name: str) -> bool:
+def use_attention_kernel(name: str) -> bool:
     """Switch this process's attention kernel to another instruction set, to test or compare it.
 
     Args:
@@ -73,12 +73,12 @@ def use_matmul_kernel(name: str) -> bool:
     return bool(_call_library("diffquant_use_matmul_kernel", ctypes.c_int, name.encode()))
 
 
-def kernel_calls() -> int:
+def count_attention_calls() -> int:
     """Return the number of calls of the library's attention in this process; 0 without a library."""
     return int(_call_library("diffquant_kernel_calls", ctypes.c_int64) or 0)
 
 
-def matmul_calls() -> int:
+def count_matmul_calls() -> int:
     """Return the number of quantized matmuls that the library computed in this process; 0 without a library."""
     return int(_call_library("diffquant_matmul_calls", ctypes.c_int64) or 0)
 

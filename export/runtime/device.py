@@ -78,7 +78,7 @@ class RuntimeDevice:
                 f"pip uninstall onnxruntime, then {install_command('onnx-gpu')}; or use {option_name('device', 'cpu')}"
             )
 
-    def check_taken(self, session: ort.InferenceSession) -> None:
+    def check_session(self, session: ort.InferenceSession) -> None:
         """Check that a session runs on the device: without CUDA's libraries, ONNX Runtime falls back to the CPU.
 
         Raises:
@@ -91,12 +91,12 @@ class RuntimeDevice:
                 f"{option_name('device', 'cpu')}"
             )
 
-    def prepare(self, options: ort.SessionOptions) -> None:
+    def record_node_providers(self, options: ort.SessionOptions) -> None:
         """Set a session's option to record which provider runs each node, unless the device is the CPU."""
         if self.kind != "cpu":
             options.add_session_config_entry(_RECORD, "1")
 
-    def value(self, array: np.ndarray) -> ort.OrtValue:
+    def copy_to_device(self, array: np.ndarray) -> ort.OrtValue:
         """Copy an array to the device."""
         return ort.OrtValue.ortvalue_from_numpy(array, self.kind, self.index)
 

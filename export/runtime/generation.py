@@ -11,9 +11,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from diffquant.checkpoints.side_files import read_json
-from diffquant.checkpoints.texts import check_prompt, iterate_text_pieces, read_special_tokens, to_divisor, tokens_left
+from diffquant.checkpoints.texts import (
+    check_prompt,
+    iterate_text_pieces,
+    read_special_tokens,
+    to_logit_divisor,
+    tokens_left,
+)
 from diffquant.errors import CheckpointError, NonFiniteError, UsageError
-from diffquant.measure import shares_prefixes
+from diffquant.measure import can_share_prefixes
 from diffquant.onnx.manifest import check_unchanged, read_manifest
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.support.names import option_name
@@ -77,12 +83,12 @@ class Generator:
         if model is None:
             check_unchanged(folder, manifest)
         self.model = model or OnnxModel(folder, threads, device=device)
-        self.model.check_cache()
+        self.model.require_cache()
         self.text = FolderTokenizer(folder)
         self._ends = read_special_tokens(folder, config).ends
         self._context = read_context_length(folder)
         # If logit scales span tokens, results depend on the number of tokens per call, so the prompt is not split.
-        self._chunk = _PREFILL_CHUNK if shares_prefixes(manifest.options.recipe) else self._context
+        self._chunk = _PREFILL_CHUNK if can_share_prefixes(manifest.options.recipe) else self._context
         self.speed = Speed()
 
     def stream(
@@ -103,10 +109,10 @@ class Generator:
         check_prompt(prompt)
         ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
         pick = _greedy if temperature == 0 else _sampler(temperature, seed)
-        yield from iterate_text_pieces(self.tokens(ids, max_new_tokens, pick), self.text.decode)
+        yield from iterate_text_pieces(self.generate_tokens(ids, max_new_tokens, pick), self.text.decode)
 
-    def tokens(
-        self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None
+    def generate_tokens(
+        self, ids: list[int], max_new_tokens: int, choose_token: Callable[[np.ndarray], int] | None = None
     ) -> Iterator[int]:
         """Continue token ids until an end token, `max_new_tokens` or the end of the context, and yield the new ids.
 
@@ -118,7 +124,7 @@ class Generator:
             NonFiniteError: logits are infinite or NaN.
         """
         room = min(max_new_tokens, tokens_left(ids, self.model.vocabulary, self._context, self.text))
-        pick = pick or _greedy
+        choose_token = choose_token or _greedy
         started = time.perf_counter()
         state = InPlaceDecoder(self.model, 1, len(ids) + room)
         logits = np.empty(0)
@@ -126,7 +132,7 @@ class Generator:
             logits = state.step(np.array([ids[first : first + self._chunk]]))[0, -1]
         self.speed = Speed(len(ids), 0, time.perf_counter() - started, cache_bytes=state.nbytes)
         for count in range(room):
-            token = pick(self._finite(logits))
+            token = choose_token(self._finite(logits))
             if token in self._ends:
                 return
             self.speed.new_tokens += 1
@@ -237,6 +243,6 @@ def _sampler(temperature: float, seed: int) -> Callable[[np.ndarray], int]:
 
     def pick(logits: np.ndarray) -> int:
         # The argmax of logits plus Gumbel noise is a sample from their softmax.
-        return int((logits.astype(np.float64) / to_divisor(temperature) + rng.gumbel(size=logits.shape)).argmax())
+        return int((logits.astype(np.float64) / to_logit_divisor(temperature) + rng.gumbel(size=logits.shape)).argmax())
 
     return pick

@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
-from diffquant.checkpoints.side_files import leads_inside
+from diffquant.checkpoints.side_files import is_inside_after_links
 from diffquant.errors import CheckpointError
 from diffquant.onnx.files import check_exported, model_file
 from diffquant.onnx.graph.op import CONTRIB
 from diffquant.onnx.graph.ops import MATMUL
-from diffquant.support.files import check_plain_inside
+from diffquant.support.files import check_no_special_files
 
 
 def check_external(model: ModelProto, path: Path, folder: Path) -> None:
@@ -45,7 +45,7 @@ def load_graph(folder: Path) -> ModelProto:
     check_exported(folder)
     path = model_file(folder)
     try:
-        check_plain_inside(folder)
+        check_no_special_files(folder)
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}: {error}; remove it") from error
     try:
@@ -56,7 +56,7 @@ def load_graph(folder: Path) -> ModelProto:
     return model
 
 
-def follow_links(model: ModelProto, path: Path) -> Path:
+def resolve_data_links(model: ModelProto, path: Path) -> Path:
     """Replace symbolic links to a graph's data files by the files they lead to, and return the folder of these files.
 
     Only the graph is changed: its tensors then name these files. Versions of ONNX Runtime differ in the links that they
@@ -88,7 +88,7 @@ def _problems_of(tensor: TensorProto, beside: Path, folder: Path) -> list[str]:
     file = beside / location
     if not file.is_file():
         return [f"{location} is missing"]
-    if not leads_inside(folder, file):
+    if not is_inside_after_links(folder, file):
         return [f"{location} is a link that leads out of the folder"]
     places = {key: entries.get(key, "0") for key in ("offset", "length")}
     odd = [f"{key} {value[:40]!r}" for key, value in places.items() if not re.fullmatch("[0-9]{1,18}", value)]
@@ -127,7 +127,7 @@ class CacheShape:
     states: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
-    def row_bytes(self) -> int:
+    def bytes_per_token(self) -> int:
         """Bytes per token of one sequence, over all layers."""
         return len(self.inputs) * self.kv_pairs * self.width * self.dtype.itemsize
 
@@ -137,7 +137,7 @@ class CacheShape:
         return sum(state.nbytes for state in self.states.values())
 
     @property
-    def next_states(self) -> list[str]:
+    def state_outputs(self) -> list[str]:
         """Names of the outputs for the updated recurrent states, in the order of `states`."""
         return list(map(_present, self.states))
 
@@ -218,7 +218,7 @@ def _present(past: str) -> str:
 _MOST_EXPANDED = 2**28
 
 
-def set_accuracy(graph: onnx.ModelProto, level: int, folder: Path) -> dict[str, np.ndarray]:
+def set_accuracy_level(graph: onnx.ModelProto, level: int, folder: Path) -> dict[str, np.ndarray]:
     """Change every quantized matmul of a graph to ONNX Runtime's MatMulNBits with this accuracy level.
 
     Args:

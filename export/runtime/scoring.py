@@ -16,13 +16,13 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.side_files import side_files
+from diffquant.checkpoints.side_files import list_side_files
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import UsageError
-from diffquant.measure.language_model import LanguageModel, States, TokenCache
-from diffquant.measure.sweep.exported import ExportedModel
+from diffquant.measure.language_model import LanguageModel, ModelOutputs, TokenCache
+from diffquant.measure.sweep.exported import ExportedDescription
 from diffquant.onnx.manifest import check_unchanged, read_manifest
-from diffquant.onnx.native import kernel_name
+from diffquant.onnx.native import attention_instruction_set
 from diffquant.onnx.runtime.device import RuntimeDevice, describe_cpu_nodes
 from diffquant.onnx.runtime.generation import Generator, read_context_length
 from diffquant.onnx.runtime.session import OnnxModel
@@ -38,7 +38,7 @@ class OnnxRuntime:
     # All logits of a pass are in memory at once: 1,024 tokens with a vocabulary of 50,000 take 200 MB.
     batch_tokens = 1024
 
-    def describe(self, folder: Path, device: str) -> ExportedModel:
+    def describe(self, folder: Path, device: str) -> ExportedDescription:
         """Return a folder's scheme, sizes and digests in the form in which a sweep stores them.
 
         Raises:
@@ -53,19 +53,19 @@ class OnnxRuntime:
         extras = {"kv": options.kv_bits, "logits": options.logits, "embed": options.embed_bits}
         scheme = " ".join([weights, *(f"{name} {value}" for name, value in extras.items() if str(value) != "16")])
         cache = OnnxModel(folder, device=device).cache
-        return ExportedModel(
+        return ExportedDescription(
             bits=Scheme.parse(weights).bits,
             scheme=scheme,
             identity={
                 **manifest.files.to_dict(),
-                "tokenizer": [file_digest(file) for file in (folder / "config.json", *side_files(folder))],
+                "tokenizer": [file_digest(file) for file in (folder / "config.json", *list_side_files(folder))],
                 "onnxruntime": onnxruntime.__version__,
                 # Native kernels run only on the CPU.
-                "kernel": kernel_name() if RuntimeDevice.parse(device).kind == "cpu" else None,
+                "kernel": attention_instruction_set() if RuntimeDevice.parse(device).kind == "cpu" else None,
             },
             sources=(manifest.weights, manifest.origin),
             weight_bytes=sum((folder / name).stat().st_size for name in manifest.files.by_name),
-            kv_bytes=cache.row_bytes if cache else 0,
+            kv_bytes=cache.bytes_per_token if cache else 0,
         )
 
     def open(self, folder: Path, device: str) -> "OnnxLanguageModel":
@@ -79,7 +79,7 @@ class OnnxRuntime:
         if device == "auto" and model.device.kind == "cpu" and torch.cuda.is_available():
             why = f"ONNX Runtime does not start on CUDA here; {install_command('onnx-gpu')} may help"
             logging.getLogger(__name__).warning("%s runs on the CPU: %s", folder, why)
-        if fallbacks := model.fallbacks:
+        if fallbacks := model.cpu_node_counts:
             logging.getLogger(__name__).warning("%s: %s", folder, describe_cpu_nodes(fallbacks))
         return OnnxLanguageModel(model, load_tokenizer(folder))
 
@@ -90,8 +90,8 @@ class OnnxCache:
     def __init__(self, rows: list[list[onnxruntime.OrtValue]] | None = None) -> None:
         self.rows = rows or []
 
-    def select(self, rows: Tensor) -> None:
-        self.rows = [self.rows[i] for i in rows.tolist()]
+    def select_sequences(self, indices: Tensor) -> None:
+        self.rows = [self.rows[i] for i in indices.tolist()]
 
     def branch(self) -> "OnnxCache":
         return OnnxCache(list(self.rows))
@@ -123,25 +123,25 @@ class OnnxLanguageModel(LanguageModel):
         return self._context
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         return self.runtime.vocabulary
 
     def new_cache(self) -> OnnxCache:
-        self.runtime.check_cache()
+        self.runtime.require_cache()
         return OnnxCache()
 
-    def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> States:
+    def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> ModelOutputs:
         """Return logits [B, T, V] of new tokens [B, T]; 0 for those that the mask hides."""
         batch, length = ids.shape
         cache = cache if isinstance(cache, OnnxCache) else OnnxCache()
-        pasts = cache.rows or [self.runtime.empty_cache(1) for _ in range(batch)]
+        pasts = cache.rows or [self.runtime.allocate_cache(1) for _ in range(batch)]
         is_read = torch.ones_like(ids) if mask is None else mask[:, -length:]
         logits = torch.zeros(batch, length, self.runtime.vocabulary)
         rows = [self._run(row[k.bool()], past) for row, k, past in zip(ids, is_read, pasts, strict=True)]
         for target, k, (computed, _) in zip(logits, is_read, rows, strict=True):
             target[k.bool()] = computed
         cache.rows = [past for _, past in rows]
-        return States(logits)
+        return ModelOutputs(logits)
 
     def generate(
         self,
@@ -153,7 +153,7 @@ class OnnxLanguageModel(LanguageModel):
         if sampling.get("do_sample"):
             raise UsageError("an exported model generates greedily in lm-eval; choose a task that does not sample")
         made: list[int] = []
-        for token in self._generator.tokens(list(prompt), new_tokens):
+        for token in self._generator.generate_tokens(list(prompt), new_tokens):
             made.append(token)
             if any(stop in self.tokenizer.decode(made) for stop in stops):
                 break

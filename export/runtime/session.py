@@ -14,16 +14,16 @@ from diffquant.errors import CheckpointError
 from diffquant.onnx.files import model_file
 from diffquant.onnx.graph.op import DOMAIN, NAME
 from diffquant.onnx.graph.ops import MATMUL, QUANTIZED_ATTENTION
-from diffquant.onnx.graph.padding import compute_all_logits
+from diffquant.onnx.graph.padding import enable_all_logits
 from diffquant.onnx.native import OVERRIDE, library_path
 from diffquant.onnx.runtime.device import RuntimeDevice, count_cpu_nodes
 from diffquant.onnx.runtime.interface import (
     CacheShape,
-    follow_links,
     has_linked_data,
     load_graph,
     read_interface,
-    set_accuracy,
+    resolve_data_links,
+    set_accuracy_level,
 )
 from diffquant.support.names import option_name
 
@@ -79,7 +79,7 @@ class OnnxModel:
         self.folder = folder
         is_changed = bool(extra_outputs) or accuracy_level is not None or has_linked_data(graph, model_file(folder))
         if every_position:
-            is_changed |= compute_all_logits(graph)
+            is_changed |= enable_all_logits(graph)
         self.cache, logits = read_interface(graph.graph, model_file(folder))
         _, positions, vocabulary = logits.shape.dim
         self.vocabulary: int = vocabulary.dim_value
@@ -93,7 +93,7 @@ class OnnxModel:
             )
         expanded: dict[str, np.ndarray] = {}
         if accuracy_level is not None:
-            expanded = set_accuracy(graph, accuracy_level, model_file(folder).parent)
+            expanded = set_accuracy_level(graph, accuracy_level, model_file(folder).parent)
         native = native and self.device.kind == "cpu"
         if native and lacks_kernels(graph):
             _say_once_that_bodies_run()
@@ -103,16 +103,16 @@ class OnnxModel:
         options.add_external_initializers(
             list(expanded), list(map(ort.OrtValue.ortvalue_from_numpy, expanded.values()))
         )
-        self.device.prepare(options)
+        self.device.record_node_providers(options)
         self.session = _open(folder, options, self.device, graph if is_changed else None)
-        self.device.check_taken(self.session)
+        self.device.check_session(self.session)
 
     @property
-    def fallbacks(self) -> dict[str, int]:
+    def cpu_node_counts(self) -> dict[str, int]:
         """Number of nodes, by operator, that run on the CPU although another device was chosen."""
         return {} if self.device.kind == "cpu" else count_cpu_nodes(self.session)
 
-    def check_cache(self) -> CacheShape:
+    def require_cache(self) -> CacheShape:
         """Return the shape of the cache.
 
         Raises:
@@ -124,18 +124,18 @@ class OnnxModel:
             )
         return self.cache
 
-    def empty_cache(self, batch: int, rows: int = 0) -> list[ort.OrtValue]:
-        """Allocate empty caches on the device: `cache.inputs` with space for `rows` tokens, then initial states."""
+    def allocate_cache(self, batch: int, token_capacity: int = 0) -> list[ort.OrtValue]:
+        """Allocate caches on the device, each with space for `token_capacity` tokens, then initial states."""
         if self.cache is None:
             return []
-        shape = (batch, self.cache.kv_pairs, rows, self.cache.width)
-        of_tokens = [self.device.value(np.zeros(shape, self.cache.dtype)) for _ in self.cache.inputs]
-        return of_tokens + self.empty_states(batch)
+        shape = (batch, self.cache.kv_pairs, token_capacity, self.cache.width)
+        of_tokens = [self.device.copy_to_device(np.zeros(shape, self.cache.dtype)) for _ in self.cache.inputs]
+        return of_tokens + self.allocate_states(batch)
 
-    def empty_states(self, batch: int) -> list[ort.OrtValue]:
+    def allocate_states(self, batch: int) -> list[ort.OrtValue]:
         """Allocate the initial recurrent states on the device, in the order of `cache.states`."""
         states = {} if self.cache is None else self.cache.states
-        return [self.device.value(np.repeat(state, batch, 0)) for state in states.values()]
+        return [self.device.copy_to_device(np.repeat(state, batch, 0)) for state in states.values()]
 
     def run(
         self, ids: np.ndarray, mask: np.ndarray, past: list[ort.OrtValue], outputs: tuple[str, ...] = ("logits",)
@@ -146,7 +146,7 @@ class OnnxModel:
             ids: token ids, int64 [B, T].
             mask: attention mask, int64 [B, S], a column for each token of this and of earlier calls; 0 for padding on
                 either side.
-            past: caches from `empty_cache` or from the previous call.
+            past: caches from `allocate_cache` or from the previous call.
         """
         binding = self.session.io_binding()
         bind_tokens(binding, ids, mask)
@@ -155,7 +155,7 @@ class OnnxModel:
         if self.cache is not None:
             for name, value in zip((*self.cache.inputs, *self.cache.states), past, strict=True):
                 binding.bind_ortvalue_input(name, value)
-            for name in (*self.cache.outputs, *self.cache.next_states):
+            for name in (*self.cache.outputs, *self.cache.state_outputs):
                 binding.bind_output(name, self.device.kind, self.device.index)
         self.run_bound(binding)
         results = binding.get_outputs()
@@ -178,25 +178,25 @@ class InPlaceDecoder:
     """Decodes one batch with preallocated caches: past and present share a buffer, so no step copies them."""
 
     def __init__(self, model: OnnxModel, batch: int, rows: int) -> None:
-        self.cache = model.check_cache()
+        self.cache = model.require_cache()
         self.model = model
         self.batch = batch
         self.rows = rows
         self.length = 0
         self._binding = model.session.io_binding()
         tokens = len(self.cache.inputs)
-        buffers = model.empty_cache(batch, rows)
+        buffers = model.allocate_cache(batch, rows)
         self._buffers, states = buffers[:tokens], buffers[tokens:]
         for past, present, buffer in zip(self.cache.inputs, self.cache.outputs, self._buffers, strict=True):
             self._binding.bind_ortvalue_input(past, buffer)
             self._binding.bind_ortvalue_output(present, buffer)
         # A recurrent state is replaced as a whole, and in-place updates are not guaranteed: calls alternate buffers.
-        self._states, self._next_states = states, model.empty_states(batch)
+        self._states, self._next_states = states, model.allocate_states(batch)
 
     @property
     def nbytes(self) -> int:
         """Size of the caches in bytes."""
-        return self.batch * (self.cache.row_bytes * self.rows + 2 * self.cache.state_bytes)
+        return self.batch * (self.cache.bytes_per_token * self.rows + 2 * self.cache.state_bytes)
 
     def step(self, ids: np.ndarray) -> np.ndarray:
         """Append tokens [B, T] to the batch; return their logits [B, T, V], or only the last one's [B, 1, V]."""
@@ -204,7 +204,7 @@ class InPlaceDecoder:
         bind_tokens(self._binding, ids, np.ones((self.batch, self.length), np.int64))
         for name, state in zip(self.cache.states, self._states, strict=True):
             self._binding.bind_ortvalue_input(name, state)
-        for name, state in zip(self.cache.next_states, self._next_states, strict=True):
+        for name, state in zip(self.cache.state_outputs, self._next_states, strict=True):
             self._binding.bind_ortvalue_output(name, state)
         self._states, self._next_states = self._next_states, self._states
         positions = ids.shape[1] if self.model.gives_every_position else 1
@@ -256,7 +256,7 @@ def _open(
         if changed is None:
             return ort.InferenceSession(str(file), options, providers=device.providers)
         # A model from memory has no folder in which its data could be found.
-        data = follow_links(changed, file)
+        data = resolve_data_links(changed, file)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(data))
         return ort.InferenceSession(changed.SerializeToString(), options, providers=device.providers)
     except Exception as error:  # the runtime's own exception types differ between its versions

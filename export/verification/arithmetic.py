@@ -17,11 +17,11 @@ from diffquant.onnx.graph.linears import container_bits, int8_block
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.rounding import (
-    Disturbance,
+    NoiseSource,
     Rounding,
     find_runtime_rounding,
+    make_cached_rounding,
     round_by_block,
-    round_inputs_once,
 )
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
@@ -56,13 +56,13 @@ class ExportedWeights:
         self.flipping = FLIPPING_LOGITS if options.logits.quantizes else FLIPPING
         self._is_rounding = False
         self._noise: float | None = None
-        self._disturbance = Disturbance()
-        self._rounded = round_inputs_once()
+        self._disturbance = NoiseSource()
+        self._rounded = make_cached_rounding()
         self._take_weights()
         self._hook_products(exact_bits)
         self._hook_results()
 
-    def arithmetic(self, *, rounds: bool = False, noise: float | None = None) -> AbstractContextManager[None]:
+    def change_arithmetic(self, *, rounds: bool = False, noise: float | None = None) -> AbstractContextManager[None]:
         """Change the arithmetic inside the context: round activations, add noise, or both.
 
         Args:
@@ -101,7 +101,7 @@ class ExportedWeights:
         self.model.tie_weights()
 
     def _hook_products(self, exact_bits: Collection[int]) -> None:
-        """Register hooks that round the activations of int8 matmuls while `arithmetic(rounds=True)` is active."""
+        """Register hooks that round activations of int8 matmuls inside `change_arithmetic(rounds=True)`."""
         is_tied = self.model.config.tie_word_embeddings
         for name, module in self.model.named_modules():
             matrix = self._plan.matrices.get(EMBEDDING if is_tied and f"{name}.weight" == HEAD else f"{name}.weight")
@@ -122,7 +122,7 @@ class ExportedWeights:
         return (self._rounded(inputs[0], rounding, block),) if self._is_rounding else None
 
     def _hook_results(self) -> None:
-        """Register hooks that add noise to every module's output while `arithmetic(noise=...)` is active."""
+        """Register hooks that add noise to every module's output while `change_arithmetic(noise=...)` is active."""
         stored = SUM if self._plan.options.dtype == "float32" else 2.0**-11
         for module in self.model.modules():
             if isinstance(module, nn.Linear | nn.LayerNorm | LlamaRMSNorm):
@@ -137,4 +137,4 @@ class ExportedWeights:
 
     def _disturb(self, output: Any, size: float) -> Any:
         """Multiply a module's output by random factors near 1."""
-        return self._disturbance.of(output, size)
+        return self._disturbance.add_noise(output, size)

@@ -16,7 +16,7 @@ from diffquant.onnx.graph.plan import Scales
 from diffquant.recipe.numbers.absmax import max_code
 
 
-def scale_error(cache: "StaticCache", ranges: Ranges) -> float:
+def scale_error(cache: "StaticScaleCache", ranges: Ranges) -> float:
     """Return the largest relative difference of a cache's scales from those that calibrated ranges give."""
     errors = [
         (scale.flatten() * max_code(cache.bits) / ranges.tensors[f"layers.{layer}.{target}"].flatten() - 1).abs().max()
@@ -40,7 +40,7 @@ def to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tenso
     return keys, values
 
 
-class StaticCache(DynamicCache):
+class StaticScaleCache(DynamicCache):
     """A cache that returns new keys and values quantized and dequantized, and stores none.
 
     Attributes:
@@ -79,17 +79,17 @@ class StaticCache(DynamicCache):
         # Half a code of tolerance: a scale may be rounded down in its last digit.
         return any(bool((largest > scale * (limit + 0.5)).any()) for largest, scale in pairs)
 
-    def fit_scales(self) -> "StaticCache":
+    def with_fitted_scales(self) -> "StaticScaleCache":
         """Return a cache of the same bit width whose scales fit the keys and values seen so far."""
         limit = max_code(self.bits)
         scales = {}
         for layer, largest in self.largest.items():
             keys, values = (torch.where(x == 0, 1.0, x / limit) for x in largest)
             scales[layer] = keys, values
-        return StaticCache(scales, self.bits)
+        return StaticScaleCache(scales, self.bits)
 
 
-def cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
+def read_cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
     """Read the static cache scales in an exported graph by layer; empty if the cache is not quantized."""
     tensors = {
         tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))
@@ -119,7 +119,7 @@ class Past:
     states: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(
+    def from_export(
         cls,
         keys: np.ndarray,
         values: np.ndarray,
@@ -143,7 +143,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Reading:
+class CallPattern:
     """How a model reads a sequence; by default in one call without a past.
 
     Attributes:
@@ -155,7 +155,7 @@ class Reading:
     past: Past | None = None
 
 
-WHOLE = Reading()
+WHOLE = CallPattern()
 
 
 class GrowingCache(DynamicCache):
@@ -170,7 +170,7 @@ class GrowingCache(DynamicCache):
 
     def __init__(
         self,
-        static: StaticCache | None,
+        static: StaticScaleCache | None,
         past: Past | None = None,
         held: Sequence[tuple[Tensor, ...]] = ((),),
         lengths: Sequence[int] = (),

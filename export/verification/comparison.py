@@ -10,41 +10,41 @@ from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.measure import shares_prefixes
+from diffquant.measure import can_share_prefixes
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT
 from diffquant.onnx.graph.plan import CACHE_LIMIT
 from diffquant.onnx.manifest import Manifest
 from diffquant.onnx.runtime.device import describe_cpu_nodes
 from diffquant.onnx.runtime.session import GraphError, OnnxModel
-from diffquant.onnx.verification.caches import WHOLE, Reading
+from diffquant.onnx.verification.caches import WHOLE, CallPattern
 from diffquant.onnx.verification.errors import (
     StageErrors,
     StageNoise,
-    cache_excess,
+    compute_stage_errors,
+    find_worst_cache_layer,
+    measure_stage_noise,
     relative_rms,
-    stage_errors,
-    stage_noise,
 )
 from diffquant.onnx.verification.passages import (
     LONG_CONTEXT,
     FarCalls,
     count_reached_positions,
     cut_beginnings,
-    iterate_far_calls,
+    run_far_tokens,
 )
 from diffquant.onnx.verification.reference import Reference
-from diffquant.onnx.verification.report import Measure, Route, Verification, measures, worst_measure
+from diffquant.onnx.verification.report import Measure, RouteErrors, Verification, measure_stages, worst_measure
 from diffquant.onnx.verification.routes import (
     IN_PLACE,
     PREFILL,
     Run,
-    Session,
+    SessionSettings,
     as_float32,
-    cut_logits,
+    iterate_routes,
     list_sessions,
+    pair_logits,
     prefill,
     relative_error,
-    routes,
     run_last_positions,
 )
 from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, has_lower_agreement
@@ -63,7 +63,7 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 @dataclass
 class Comparison:
-    """Compares an exported folder with its torch reference in every session and by all `verification.routes`."""
+    """Compares an exported folder with its torch reference in every session and by all routes (`iterate_routes`)."""
 
     folder: Path
     manifest: Manifest
@@ -79,7 +79,7 @@ class Comparison:
         # Only the CPU's matmuls round activations.
         self._rounds = reference.rounds and self.device == "cpu"
         # A logit scale that spans rows depends on the tokens of a call, so the reference must split the same way.
-        self._spans_rows = not shares_prefixes(Recipe(logits=self.manifest.options.logits))
+        self._spans_rows = not can_share_prefixes(Recipe(logits=self.manifest.options.logits))
         # Whole passages with float32 matmuls verify the weights; the beginnings suffice for the rest, at a third of
         # the cost.
         self._beginnings = passages if self._spans_rows else cut_beginnings(passages)
@@ -93,7 +93,9 @@ class Comparison:
         self._cache_layer, self._cache_clips = 0, False
         self._reached = 0
 
-    def verification(self, scales: Measure | None, rotation: Measure | None, bodies: Sequence[str]) -> Verification:
+    def verify_all_routes(
+        self, scales: Measure | None, rotation: Measure | None, bodies: Sequence[str]
+    ) -> Verification:
         """Run all routes in all sessions, and return the result; the arguments are further results to include.
 
         Args:
@@ -101,7 +103,7 @@ class Comparison:
             rotation: error of the RoPE tables, or None if there are none.
             bodies: nodes whose attributes differ from those of their function bodies, as sentences.
         """
-        compared: list[Route] = []
+        compared: list[RouteErrors] = []
         failures: list[str] = []
         refusals: list[str] = []
         fallbacks: dict[str, int] = {}
@@ -114,8 +116,8 @@ class Comparison:
         for session in sessions:
             self._advance(0, f"{session.name}, opening it")
             model = session.open(self.folder, self.threads, self._outputs[:-1], self.device)
-            fallbacks |= model.fallbacks
-            of_session: list[Route] = []
+            fallbacks |= model.cpu_node_counts
+            of_session: list[RouteErrors] = []
             try:
                 for route in self._compare_routes(session, model):
                     of_session.append(route)
@@ -154,15 +156,15 @@ class Comparison:
         self._done += work
         self.progress(self._done, self._total, what)
 
-    def _compare_routes(self, session: Session, model: OnnxModel) -> Iterator[Route]:
+    def _compare_routes(self, session: SessionSettings, model: OnnxModel) -> Iterator[RouteErrors]:
         """Run every route of a session and yield its errors."""
         # The function-body session has the same weights as the one before, which whole passages verified.
         read_by_runtime = self._beginnings if session.runs_body else self.passages
         with self._running(session, PREFILL):
             read = prefill(model, read_by_runtime, self._outputs)
         last = [as_float32(run.states[-1]) for run in read]
-        self._tokens[session.name] = compare_tokens(cut_logits(self._whole, last))
-        begun = [run.beginning(ids.shape[1]) for run, ids in zip(read, self._beginnings, strict=True)]
+        self._tokens[session.name] = compare_tokens(pair_logits(self._whole, last))
+        begun = [run.cut_to(ids.shape[1]) for run, ids in zip(read, self._beginnings, strict=True)]
         passages, read = (self._beginnings, begun) if session.rounds else (read_by_runtime, read)
         # Whole passages come first: the reference then has their beginnings in its memory.
         errors = self._stage_errors(session, passages, read)
@@ -174,7 +176,7 @@ class Comparison:
             self._advance(_WORK_OF_NOISE, f"{session.name}, {PREFILL}")
         whole, limit, noise = self._expectations[session.rounds]
         if self._cache is None and self.reference.cache is not None and not session.rounds:
-            fit = cache_excess(self.reference, self._beginnings, [run.tensors for run in begun])
+            fit = find_worst_cache_layer(self.reference, self._beginnings, [run.tensors for run in begun])
             self._cache_layer, self._cache = fit[0], Measure(fit[1], CACHE_LIMIT)
             self._cache_clips = self.reference.cache.clips(fit[0])
 
@@ -185,12 +187,14 @@ class Comparison:
             against = [relative_error(runs, others) for others in (wanted, *([] if is_cut else [last]))]
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
-        def route(name: str, errors: StageErrors, runs: Sequence[Run]) -> Route:
-            found = measures(errors, noise.typical([run.first for run in runs]), noise.largest, MARGIN)
-            return Route(session.name, name, *found, *logits_errors(runs))
+        def route(name: str, errors: StageErrors, runs: Sequence[Run]) -> RouteErrors:
+            found = measure_stages(
+                errors, noise.median_error_bounds([run.first for run in runs]), noise.largest, MARGIN
+            )
+            return RouteErrors(session.name, name, *found, *logits_errors(runs))
 
         yield route(PREFILL, errors, read)
-        for name, runner in routes(model, not self._spans_rows):
+        for name, runner in iterate_routes(model, not self._spans_rows):
             with self._running(session, name):
                 runs = runner(model, self._beginnings, self._outputs)
             yield route(name, self._stage_errors(session, self._beginnings, runs), runs)
@@ -201,67 +205,72 @@ class Comparison:
                     # The folder is opened once more, unchanged, as `diffquant run` opens it.
                     used = OnnxModel(self.folder, self.threads, device=self.device, spins=False)
                 runs = run_last_positions(used, self._beginnings)
-            yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
+            yield RouteErrors(session.name, IN_PLACE, (), (), *logits_errors(runs))
         # Rounded activations affect only matmuls, all kinds of which the routes above run; the graph is the same.
         if not session.rounds:
             yield self._long_context(session, model, noise)
 
-    def _stage_errors(self, session: Session, passages: Sequence[np.ndarray], runs: Sequence[Run]) -> StageErrors:
+    def _stage_errors(
+        self, session: SessionSettings, passages: Sequence[np.ndarray], runs: Sequence[Run]
+    ) -> StageErrors:
         """Return the errors of the stages in some runs of passages."""
         ids = [passage[:, : sum(run.calls)] for passage, run in zip(passages, runs, strict=False)]
         firsts, readings = [run.first for run in runs], list(map(self._reading_of, runs))
-        with self.reference.arithmetic(rounds=session.rounds):
-            return stage_errors(self.reference, ids, [run.tensors for run in runs], firsts, readings)
+        with self.reference.change_arithmetic(rounds=session.rounds):
+            return compute_stage_errors(self.reference, ids, [run.tensors for run in runs], firsts, readings)
 
-    def _long_context(self, session: Session, model: OnnxModel, usual: StageNoise) -> Route:
+    def _long_context(self, session: SessionSettings, model: OnnxModel, usual: StageNoise) -> RouteErrors:
         """Compare calls at far positions of the context, each with the error that rounding explains."""
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
         self._reached = count_reached_positions(model, self.reference.model.config.max_position_embeddings)
-        calls = iterate_far_calls(model, self.reference, self.passages, self._outputs)
+        calls = run_far_tokens(model, self.reference, self.passages, self._outputs)
         while far := self._read_far(calls, session):
             reading, sequences, given = far
             states = [list(map(as_float32, each)) for each in given]
-            errors = stage_errors(self.reference, sequences, states, [0] * len(states), [reading] * len(states))
+            errors = compute_stage_errors(self.reference, sequences, states, [0] * len(states), [reading] * len(states))
             # Sessions share the measured effect of rounding here, too.
             if (number := len(found)) not in self._far_noises:
-                self._far_noises[number] = stage_noise(self.reference, sequences, states, False, reading, True)
+                self._far_noises[number] = measure_stage_noise(self.reference, sequences, states, False, reading, True)
             noise = self._far_noises[number]
             # The passages have many more positions, so flips are likelier among them.
             largest_noise = max(noise.largest, usual.largest)
-            found.append(measures(errors, noise.flipped.quantile(0.9), largest_noise, MARGIN))
+            found.append(measure_stages(errors, noise.flipped.quantile(0.9), largest_noise, MARGIN))
         typical, largest = (tuple(map(worst_measure, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
-        return Route(session.name, LONG_CONTEXT, typical, largest, None, None)
+        return RouteErrors(session.name, LONG_CONTEXT, typical, largest, None, None)
 
-    def _read_far(self, calls: Iterator[FarCalls], session: Session) -> FarCalls | None:
+    def _read_far(self, calls: Iterator[FarCalls], session: SessionSettings) -> FarCalls | None:
         with self._running(session, LONG_CONTEXT):
             return next(calls, None)
 
     @contextmanager
-    def _running(self, session: Session, route: str) -> Iterator[None]:
+    def _running(self, session: SessionSettings, route: str) -> Iterator[None]:
         """Convert an error of the runtime into one that names the session and the route."""
         try:
             yield
         except _RUNTIME_ERRORS as error:
             raise GraphError(f"{session.name}, {route}: does not run ({error})") from error
 
-    def _reading_of(self, run: Run) -> Reading:
-        return Reading(run.calls) if self._spans_rows and len(run.calls) > 1 else WHOLE
+    def _reading_of(self, run: Run) -> CallPattern:
+        return CallPattern(run.calls) if self._spans_rows and len(run.calls) > 1 else WHOLE
 
     def _logits(
         self, passages: list[np.ndarray], rounds: bool, noise: float | None = None, runs: Sequence[Run] | None = None
     ) -> list[Tensor]:
         """Compute the reference's logits of passages, in one call each or split into calls as `runs` were."""
         logits = []
-        with self.reference.arithmetic(rounds=rounds, noise=noise):
+        with self.reference.change_arithmetic(rounds=rounds, noise=noise):
             if runs is None:
-                return self.reference.run(passages)
+                return self.reference.compute_logits(passages)
             for ids, reading in zip(passages, map(self._reading_of, runs), strict=False):
-                with self.reference.reading(reading):
-                    logits += self.reference.run([ids])
+                with self.reference.use_call_pattern(reading):
+                    logits += self.reference.compute_logits([ids])
         return logits
 
     def _compute_expected(
-        self, session: Session, begun: list[list[Tensor]], whole_states: tuple[list[np.ndarray], list[list[Tensor]]]
+        self,
+        session: SessionSettings,
+        begun: list[list[Tensor]],
+        whole_states: tuple[list[np.ndarray], list[list[Tensor]]],
     ) -> tuple[list[Tensor], float, StageNoise]:
         """Return a session's expected logits, the limit of their relative error, and the rounding noise by stage."""
         passages = self._beginnings if session.rounds else self.passages
@@ -271,7 +280,7 @@ class Comparison:
         if limit is None:
             disturbed = self._logits(passages, rounds_anew, self.reference.flipping)
             limit = MARGIN * relative_rms(zip(disturbed, whole, strict=True))
-        noise = stage_noise(self.reference, self._beginnings, begun, session.rounds, whole=whole_states)
+        noise = measure_stage_noise(self.reference, self._beginnings, begun, session.rounds, whole=whole_states)
         return whole, limit, noise
 
     def _notes(self, scales: Measure | None) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffquant.errors import DiffQuantError
 from diffquant.onnx.verification.arithmetic import FLIPPING
-from diffquant.onnx.verification.caches import WHOLE, Reading
+from diffquant.onnx.verification.caches import WHOLE, CallPattern
 from diffquant.onnx.verification.reference import Reference
 
 
@@ -36,7 +36,7 @@ class StageErrors:
         """Return a quantile (0 to 1) of each stage's errors over all positions."""
         return tuple(float(torch.cat(parts).quantile(share)) for parts in zip(*self.passages, strict=True))
 
-    def cut(self, firsts: Sequence[int] = (), lengths: Sequence[int] = ()) -> "StageErrors":
+    def select_positions(self, firsts: Sequence[int] = (), lengths: Sequence[int] = ()) -> "StageErrors":
         """Return the errors at some positions of the first passages.
 
         Args:
@@ -62,7 +62,7 @@ class StageNoise:
     flipped: StageErrors
     many_flipped: StageErrors
 
-    def typical(self, firsts: Sequence[int]) -> tuple[float, ...]:
+    def median_error_bounds(self, firsts: Sequence[int]) -> tuple[float, ...]:
         """Return, for each stage, a bound that its median error over positions rarely exceeds.
 
         Args:
@@ -72,7 +72,7 @@ class StageNoise:
         # Four standard errors, where a passage counts as four samples.
         share = 0.5 + 1 / math.sqrt(len(firsts))
         if share < 1:
-            return self.rounded.cut(firsts).quantile(share)
+            return self.rounded.select_positions(firsts).quantile(share)
         return self.flipped.quantile(0.9)
 
     @property
@@ -81,12 +81,12 @@ class StageNoise:
         return max(self.many_flipped.largest)
 
 
-def stage_errors(
+def compute_stage_errors(
     reference: Reference,
     passages: Sequence[np.ndarray],
     states: Sequence[Sequence[Tensor]],
     firsts: Sequence[int],
-    readings: Sequence[Reading],
+    readings: Sequence[CallPattern],
 ) -> StageErrors:
     """Return the errors of each of the runtime's stages, each given the runtime's output of the stage before.
 
@@ -99,20 +99,20 @@ def stage_errors(
     """
     if any(each is not readings[0] for each in readings):
         ones = [slice(number, number + 1) for number in range(len(passages))]
-        alone = [stage_errors(reference, passages[i], states[i], firsts[i], readings[i]) for i in ones]
+        alone = [compute_stage_errors(reference, passages[i], states[i], firsts[i], readings[i]) for i in ones]
         return StageErrors(tuple(errors.passages[0] for errors in alone))
-    with reference.reading(readings[0]):
+    with reference.use_call_pattern(readings[0]):
         wanted = _compute_wanted(reference, passages, states, firsts)
     got = [[x[:, first:] for x in outputs] for outputs, first in zip(states, firsts, strict=True)]
     return _compare(got, wanted)
 
 
-def stage_noise(
+def measure_stage_noise(
     reference: Reference,
     passages: Sequence[np.ndarray],
     states: Sequence[Sequence[Tensor]],
     rounds: bool,
-    reading: Reading = WHOLE,
+    reading: CallPattern = WHOLE,
     flips_alone: bool = False,
     whole: tuple[Sequence[np.ndarray], Sequence[Sequence[Tensor]]] | None = None,
 ) -> StageNoise:
@@ -139,7 +139,7 @@ def stage_noise(
         some, flipped = _disturb_stages(reference, passages, states, rounds, reading, (rounded, FLIPPING))
         return StageNoise(some, flipped, many_flipped)
     (some,) = _disturb_stages(reference, passages, states, rounds, reading, (rounded,))
-    return StageNoise(some, many_flipped.cut(lengths=[ids.shape[1] for ids in passages]), many_flipped)
+    return StageNoise(some, many_flipped.select_positions(lengths=[ids.shape[1] for ids in passages]), many_flipped)
 
 
 def _disturb_stages(
@@ -147,23 +147,23 @@ def _disturb_stages(
     passages: Sequence[np.ndarray],
     states: Sequence[Sequence[Tensor]],
     rounds: bool,
-    reading: Reading,
+    reading: CallPattern,
     sizes: Sequence[float],
 ) -> list[StageErrors]:
     """Return the errors of the reference's stages under noise of each size."""
     errors: dict[float, StageErrors] = {}
     # If the runtime's rounding rule is unknown, the error may be as large as the rounding itself.
     rounds_anew = rounds and reference.knows_rounding
-    with reference.reading(reading):
-        with reference.arithmetic(rounds=rounds):
+    with reference.use_call_pattern(reading):
+        with reference.change_arithmetic(rounds=rounds):
             wanted = _compute_wanted(reference, passages, states)
         for size in dict.fromkeys(sizes):
-            with reference.arithmetic(rounds=rounds_anew, noise=size):
+            with reference.change_arithmetic(rounds=rounds_anew, noise=size):
                 errors[size] = _compare(_outputs(_compute_wanted(reference, passages, states)), wanted)
     return [errors[size] for size in sizes]
 
 
-def cache_excess(
+def find_worst_cache_layer(
     reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]
 ) -> tuple[int, float]:
     """Compare the rounding error of a quantized cache with that under scales fitted to these passages.
@@ -184,7 +184,7 @@ def cache_excess(
     with reference.simulate_cache(None):
         wanted = _compute_wanted(reference, passages, states, numbers=layers)
     typical = []
-    for cache in (given, given.fit_scales()):
+    for cache in (given, given.with_fitted_scales()):
         with reference.simulate_cache(cache):
             rounded = _outputs(_compute_wanted(reference, passages, states, numbers=layers))
         typical.append(_compare(rounded, wanted).quantile(0.5))
@@ -242,7 +242,7 @@ def _compute_wanted(
     found: _Wanted = [[] for _ in passages]
     for number in range(last + 1) if numbers is None else numbers:
         given = [outputs[number - 1] for outputs in states] if number else list(map(torch.from_numpy, passages))
-        outputs = reference.stage(number, given, firsts)
+        outputs = reference.compute_stage(number, given, firsts)
         for of_passage, x, wanted, first in zip(found, given, outputs, firsts, strict=True):
             if number == 0:
                 of_passage.append((wanted, torch.zeros_like(wanted)))

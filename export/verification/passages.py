@@ -15,7 +15,7 @@ from diffquant.errors import CheckpointError
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.onnx.runtime.interface import CacheShape
 from diffquant.onnx.runtime.session import OnnxModel, bind_tokens
-from diffquant.onnx.verification.caches import WHOLE, Reading
+from diffquant.onnx.verification.caches import WHOLE, CallPattern
 from diffquant.onnx.verification.reference import Reference
 
 POSITIONS = 512
@@ -28,7 +28,7 @@ _SHORTEST = 2
 # No tokenizer has more characters per token on average.
 _CHARACTERS = 12
 
-FarCalls = tuple[Reading, list[np.ndarray], list[list[np.ndarray]]]
+FarCalls = tuple[CallPattern, list[np.ndarray], list[list[np.ndarray]]]
 
 
 def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.ndarray]:
@@ -90,11 +90,11 @@ _MOST_UNCACHED = 1024
 
 
 def count_reached_positions(model: OnnxModel, positions: int) -> int:
-    """Return how many of the context's positions, `positions` in all, `iterate_far_calls` reaches."""
+    """Return how many of the context's positions, `positions` in all, `run_far_tokens` reaches."""
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
 
-def iterate_far_calls(
+def run_far_tokens(
     model: OnnxModel, reference: Reference, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> Iterator[FarCalls]:
     """Run single tokens at position 0 and behind random caches of growing length, and yield their outputs.
@@ -108,7 +108,7 @@ def iterate_far_calls(
         outputs: names of the graph's values to return.
 
     Yields:
-        For calls that are compared together: the reference's `Reading`, each call's token ids [B, T], and each call's
+        For calls that are compared together: the reference's `CallPattern`, each call's token ids [B, T], and its
         `outputs`, [B, T, ...] each.
     """
     text = np.concatenate(passages, 1)
@@ -120,18 +120,18 @@ def iterate_far_calls(
         yield WHOLE, [whole], [_read(model, whole, outputs)]
         return
     sizes, states_after = _row_sizes(model, passages[-1])
-    for length in past_lengths(end):
+    for length in list_past_lengths(end):
         drawn = [_random_rows(model.cache, length, size, seed) for seed, size in enumerate(sizes)]
         rows = reference.adapt_random_cache(*drawn)
         keys, values = (part[:, :, :length] for part in rows)
-        past = reference.past(keys, values, states_after)
+        past = reference.convert_past(keys, values, states_after)
         at_once = max(1, _MOST_BYTES // (past.nbytes + 1))
         batches = [tokens[at : at + at_once] for at in range(0, TOKENS, at_once)]
         behind = partial(_behind, model, rows, states_after, outputs)
-        yield Reading(past=past), batches, [behind(batch) for batch in batches]
+        yield CallPattern(past=past), batches, [behind(batch) for batch in batches]
 
 
-def past_lengths(end: int) -> list[int]:
+def list_past_lengths(end: int) -> list[int]:
     """Return the numbers of cached tokens to test behind, ascending, up to `end` - 1."""
     last = end - 1
     powers = (2**power - 1 for power in range(10, last.bit_length() + 1, 4))
@@ -144,7 +144,7 @@ def _most_rows(cache: CacheShape) -> int:
 
 
 def _read(model: OnnxModel, ids: np.ndarray, outputs: tuple[str, ...]) -> list[np.ndarray]:
-    states, _ = model.run(ids, np.ones_like(ids), model.empty_cache(len(ids)), outputs)
+    states, _ = model.run(ids, np.ones_like(ids), model.allocate_cache(len(ids)), outputs)
     return states
 
 
@@ -153,7 +153,7 @@ def _row_sizes(model: OnnxModel, passage: np.ndarray) -> tuple[list[float], list
 
     The states are those of the last layer that has some.
     """
-    _, caches = model.run(passage, np.ones_like(passage), model.empty_cache(1))
+    _, caches = model.run(passage, np.ones_like(passage), model.allocate_cache(1))
     kept = 0 if model.cache is None else len(model.cache.inputs)
     rows, states = caches[:kept], caches[kept:]
     parts = [[np.square(value.numpy().astype(np.float64)).mean() for value in rows[part::2]] for part in (0, 1)]
@@ -187,7 +187,7 @@ def _behind(
     if model.cache is None:
         return []
     count, length = len(tokens), rows[0].shape[2]
-    buffers = [model.device.value(np.repeat(part, count, 0)) for part in rows]
+    buffers = [model.device.copy_to_device(np.repeat(part, count, 0)) for part in rows]
     binding = model.session.io_binding()
     bind_tokens(binding, tokens, np.ones((count, length), np.int64))
     for name in outputs:
@@ -196,7 +196,7 @@ def _behind(
         binding.bind_ortvalue_input(past, buffers[number % 2])
         binding.bind_ortvalue_output(present, buffers[number % 2])
     for number, name in enumerate(model.cache.states):
-        binding.bind_ortvalue_input(name, model.device.value(np.repeat(kept[number % 2], count, 0)))
+        binding.bind_ortvalue_input(name, model.device.copy_to_device(np.repeat(kept[number % 2], count, 0)))
     model.run_bound(binding)
     results: list[ort.OrtValue] = binding.get_outputs()
     return [value.numpy() for value in results[: len(outputs)]]

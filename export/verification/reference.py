@@ -14,17 +14,17 @@ from torch import Tensor
 
 from diffquant.checkpoints.source import Source
 from diffquant.family.mask import Mask
-from diffquant.measure import shares_prefixes
+from diffquant.measure import can_share_prefixes
 from diffquant.model.modeling import DiffLayer
 from diffquant.onnx.graph.plan import Scales, exported_cache_channels
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.arithmetic import SUM, ExportedWeights
 from diffquant.onnx.verification.caches import (
     WHOLE,
+    CallPattern,
     GrowingCache,
     Past,
-    Reading,
-    StaticCache,
+    StaticScaleCache,
     to_model_order,
 )
 from diffquant.recipe import Recipe
@@ -59,9 +59,9 @@ class Reference(ExportedWeights):
         super().__init__(source, options, exact_bits)
         self._orders = exported_cache_channels(source)
         by_layer = {layer: to_model_order(layer_scales, self._orders) for layer, layer_scales in scales.items()}
-        self.cache = StaticCache(by_layer, options.kv_bits) if scales else None
+        self.cache = StaticScaleCache(by_layer, options.kv_bits) if scales else None
         self.layers = self.model.config.num_hidden_layers
-        self._shares_prefixes = shares_prefixes(Recipe(logits=options.logits))
+        self._shares_prefixes = can_share_prefixes(Recipe(logits=options.logits))
         self._is_other_cache = False
         self._reading = WHOLE
         self._kept: dict[tuple[int, torch.Size], _Kept] = {}
@@ -77,16 +77,16 @@ class Reference(ExportedWeights):
         """Names of the stages in order."""
         return ["the embedding", *(f"layer {layer}" for layer in range(self.layers)), "the head"]
 
-    def simulate_cache(self, cache: "StaticCache | None") -> AbstractContextManager[None]:
+    def simulate_cache(self, cache: "StaticScaleCache | None") -> AbstractContextManager[None]:
         """Inside the context, round keys and values with this cache, or not at all if it is None."""
         return self._set(cache=cache, _is_other_cache=cache is not self.cache)
 
-    def reading(self, reading: Reading) -> AbstractContextManager[None]:
-        """Inside the context, split sequences into calls and run them behind a past as the `Reading` specifies."""
+    def use_call_pattern(self, reading: CallPattern) -> AbstractContextManager[None]:
+        """Inside the context, split sequences into calls and run them behind a past as the `CallPattern` specifies."""
         return self._set(_reading=reading)
 
     @torch.no_grad()
-    def stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
+    def compute_stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
         """Compute a stage's outputs for some sequences, [B, T - first, D or V] each.
 
         Results are reused: a stage stores its last whole sequence of each length. An input that is a prefix of a stored
@@ -208,21 +208,21 @@ class Reference(ExportedWeights):
         """Return random cached keys and values [1, KV pairs, P, entries], changed if the model needs them to agree."""
         return keys, values
 
-    def past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
-        """Convert an exported model's cached keys and values, and its recurrent states, for a `Reading`.
+    def convert_past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
+        """Convert an exported model's cached keys and values, and its recurrent states, for a `CallPattern`.
 
         Args:
             keys, values: [1, KV pairs, tokens, entries], as stored.
             states: [1, ...] each; empty for a model without recurrent states.
         """
         of_layer = tuple(torch.from_numpy(state.astype(np.float32)) for state in states)
-        return Past.of(keys, values, self._orders, (of_layer[0], of_layer[1]) if of_layer else None)
+        return Past.from_export(keys, values, self._orders, (of_layer[0], of_layer[1]) if of_layer else None)
 
     @torch.no_grad()
-    def run(self, passages: Sequence[np.ndarray]) -> list[Tensor]:
+    def compute_logits(self, passages: Sequence[np.ndarray]) -> list[Tensor]:
         """Compute the logits [1, T, V] of each passage's token ids [1, T] through all stages."""
         if not self.packs and len(passages) > 1:
-            return [self.run([ids])[0] for ids in passages]
+            return [self.compute_logits([ids])[0] for ids in passages]
         sequences = list(map(torch.from_numpy, passages))
         for number in range(len(self.stages)):
             sequences = [output for output, _ in self._compute(number, sequences, [()] * len(sequences))]
@@ -236,5 +236,5 @@ class Reference(ExportedWeights):
             return cos, sin
         # Powers differ between CPUs in the last digit, and with them the angles of far positions.
         angle = torch.arange(first, first + x.shape[1])[:, None] * rotary.inv_freq.repeat(2)
-        turn = angle * SUM * self._disturbance.normals(angle.shape[-1])
+        turn = angle * SUM * self._disturbance.draw_normals(angle.shape[-1])
         return cos - turn * sin, sin + turn * cos

@@ -1,4 +1,4 @@
-"""The result of a verification: errors with their limits, by session and route (see `routes`)."""
+"""The result of a verification: errors with their limits, by session and route (see `iterate_routes`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 from diffquant.onnx.verification.errors import StageErrors
 from diffquant.onnx.verification.tokens import TokenComparison
 from diffquant.support.names import option_name
-from diffquant.support.terminal import Readable
+from diffquant.support.terminal import PrintableResult
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Route:
+class RouteErrors:
     """Errors of one route, a way to feed passages to a session, against torch and against the session's prefill.
 
     Attributes:
@@ -82,7 +82,7 @@ class Route:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Verification(Readable):
+class Verification(PrintableResult):
     """Result of comparing an exported folder with its checkpoint.
 
     Attributes:
@@ -111,7 +111,7 @@ class Verification(Readable):
     positions: int
     reached: int
     stages: tuple[str, ...]
-    routes: tuple[Route, ...]
+    routes: tuple[RouteErrors, ...]
     cache: Measure | None
     cache_layer: int
     cache_clips: bool
@@ -132,7 +132,7 @@ class Verification(Readable):
         )
 
     @property
-    def largest_share(self) -> float:
+    def largest_ratio(self) -> float:
         """Largest ratio of an error to its limit; infinite if an error is NaN."""
         beside = (self.cache, self.scales, self.rotation)
         routes = (measure for route in self.routes for measure in route.measures)
@@ -147,7 +147,7 @@ class Verification(Readable):
             return f"FAIL: {self.folder}: {self.describe_first_failure()}"
         return (
             f"PASS: {len(self.stages)} stages at {self.positions} positions by {len(self.routes)} routes; "
-            f"largest error {self.largest_share:.0%} of its limit"
+            f"largest error {self.largest_ratio:.0%} of its limit"
         )
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ class Verification(Readable):
         return f"layer {self.cache_layer}: {cache.value:.3g}x the error of fitted scales (limit {cache.limit:g}x)"
 
 
-def measures(
+def measure_stages(
     errors: StageErrors, typical: Sequence[float], largest: float, margin: float
 ) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
     """Return the stages' median and largest errors, each with `margin` times the noise as its limit.
@@ -238,7 +238,7 @@ _ROW = " {:15} {:14}  {:14}  {:14}  {}"
 _HEADER = _ROW.format("", "stage, typical", "stage, largest", "logits", "against prefill")
 
 
-def _row(route: Route) -> str:
+def _row(route: RouteErrors) -> str:
     stages = [worst_measure(errors) if errors else None for errors in (route.typical, route.largest)]
     cells = [
         f"{each.value:.1e} {each.ratio:>4.0%}" if each else ""

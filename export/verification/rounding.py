@@ -53,7 +53,7 @@ def leave_unrounded(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  nothing i
     return x
 
 
-def round_inputs_once() -> Callable[[Tensor, Rounding, int], Tensor]:
+def make_cached_rounding() -> Callable[[Tensor, Rounding, int], Tensor]:
     """Return a function that rounds activations, and returns the last result again if the arguments are the same.
 
     Its arguments are the activations [..., K], the rule, and the block size of the matmul's weight.
@@ -127,7 +127,7 @@ def _through_identity(x: Tensor, bits: int, block: int) -> Tensor:
 _NORMALS, _ROW_STEP = 2**22, 61
 
 
-class Disturbance:
+class NoiseSource:
     """Adds random noise to results, the same after each `restart`.
 
     Each result reads one table of normal numbers from a random offset: drawing new numbers takes longer than most
@@ -141,11 +141,11 @@ class Disturbance:
         """Restart the sequence of random offsets."""
         self._random.manual_seed(0)
 
-    def normals(self, count: int) -> Tensor:
+    def draw_normals(self, count: int) -> Tensor:
         """Draw new normal numbers [count]."""
         return torch.randn(count, generator=self._random)
 
-    def of(self, x: Tensor, size: float) -> Tensor:
+    def add_noise(self, x: Tensor, size: float) -> Tensor:
         """Multiply x [..., N] by 1 + `size` · normal numbers."""
         rows = x.flatten(0, -2)
         disturbed: Tensor = torch.addcmul(rows, rows, self._window(*rows.shape), value=size)

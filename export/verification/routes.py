@@ -20,7 +20,7 @@ from diffquant.onnx.verification.reference import Reference
 
 
 @dataclass(frozen=True)
-class Session:
+class SessionSettings:
     """A way to open an exported folder in ONNX Runtime, so that it returns the output of every stage.
 
     Attributes:
@@ -37,12 +37,12 @@ class Session:
     runs_body: bool = False
     is_folder: bool = False
 
-    def open(self, folder: Path, threads: int, seen: Sequence[str], device: str) -> OnnxModel:
-        """Open the folder, with the values named in `seen` as extra outputs."""
+    def open(self, folder: Path, threads: int, extra_outputs: Sequence[str], device: str) -> OnnxModel:
+        """Open the folder, with the values named in `extra_outputs` as extra outputs."""
         return OnnxModel(
             folder,
             threads,
-            tuple(seen),
+            tuple(extra_outputs),
             every_position=True,
             accuracy_level=self.accuracy_level,
             native=not self.runs_body,
@@ -51,19 +51,19 @@ class Session:
         )
 
 
-def list_sessions(reference: Reference, rounds: bool, device: str) -> list[Session]:
+def list_sessions(reference: Reference, rounds: bool, device: str) -> list[SessionSettings]:
     """List the sessions: the unchanged folder, one with float32 matmuls, and one without the native attention kernel.
 
     The second is listed only if the folder rounds activations, the third only if there is such a kernel on the device.
     """
-    sessions = [Session("int8 activations" if rounds else "as exported", rounds, is_folder=True)]
+    sessions = [SessionSettings("int8 activations" if rounds else "as exported", rounds, is_folder=True)]
     if rounds:
         # Shows errors that rounding would hide: this session differs from torch only by float32 arithmetic.
-        sessions.append(Session("float32 products", False, 1))
+        sessions.append(SessionSettings("float32 products", False, 1))
     # ONNX Runtime computes a Transformer's attention over a float cache in both sessions.
     has_kernel = reference.model.config.diff_spec.maps > 1 or reference.cache is not None
     if library_path() is not None and device == "cpu" and has_kernel:
-        sessions.append(Session("function body", False, 1 if rounds else None, runs_body=True))
+        sessions.append(SessionSettings("function body", False, 1 if rounds else None, runs_body=True))
     return sessions
 
 
@@ -88,7 +88,7 @@ class Run:
     calls: tuple[int, ...]
     first: int = 0
 
-    def beginning(self, length: int) -> "Run":
+    def cut_to(self, length: int) -> "Run":
         """Return this run cut to its first `length` positions; it must have one call."""
         return Run([values[:, :length] for values in self.states], (length,))
 
@@ -98,7 +98,7 @@ class Run:
         return list(map(as_float32, self.states))
 
 
-def cut_logits(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def pair_logits(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of logits, the wanted ones cut to the length of the others; `got` may have fewer passages."""
     return ((whole[:, : some.shape[1]], some) for whole, some in zip(wanted, got, strict=False))
 
@@ -107,7 +107,7 @@ def relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
     """Return the relative RMS error of the logits of some runs, from each run's `first` position on."""
     return relative_rms(
         (got[:, run.first :], logits[:, run.first :])
-        for run, (logits, got) in zip(runs, cut_logits(wanted, [run.tensors[-1] for run in runs]), strict=True)
+        for run, (logits, got) in zip(runs, pair_logits(wanted, [run.tensors[-1] for run in runs]), strict=True)
     )
 
 
@@ -116,7 +116,7 @@ def as_float32(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values.astype(np.float32, copy=False))
 
 
-def routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str, Runner]]:
+def iterate_routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str, Runner]]:
     """Yield the names and runners of a model's routes except prefill, which must run in this order.
 
     Args:
@@ -141,7 +141,7 @@ def run_last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list
     runs = [_decode_in_place(model, passages[0])]
     if len(passages) > 1:
         padded, mask, firsts = _pad_both_ways(passages[1:])
-        (logits,), _ = model.run(padded, mask, model.empty_cache(len(padded)))
+        (logits,), _ = model.run(padded, mask, model.allocate_cache(len(padded)))
         for of, ids, first in zip(logits, passages[1:], firsts, strict=True):
             length = ids.shape[1]
             last = of[[first + length - 1 if model.gives_every_position else 0]]
@@ -176,7 +176,7 @@ def _run_decode(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple
 
 
 def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int], outputs: tuple[str, ...]) -> Run:
-    cache, end, parts = model.empty_cache(1), 0, []
+    cache, end, parts = model.allocate_cache(1), 0, []
     for chunk in np.split(ids, _ends(lengths), 1):
         end += chunk.shape[1]
         states, cache = model.run(chunk, np.ones((1, end), np.int64), cache, outputs)
@@ -187,7 +187,7 @@ def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int], outputs: t
 
 def _run_padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
     padded, mask, firsts = _pad_both_ways(passages)
-    states, _ = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
+    states, _ = model.run(padded, mask, model.allocate_cache(len(passages)), outputs)
     lengths = [ids.shape[1] for ids in passages]
     return [
         Run(_of_sequence(states, i, first, length), (length,))
@@ -208,7 +208,7 @@ def _run_padded_then_decode(model: OnnxModel, passages: Sequence[np.ndarray], ou
     steps = min(_DECODED_TOGETHER, min(ids.shape[1] for ids in passages) - 1)
     read = [ids[:, : ids.shape[1] - steps] for ids in passages]
     padded, mask, firsts = _pad_both_ways(read)
-    states, cache = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
+    states, cache = model.run(padded, mask, model.allocate_cache(len(passages)), outputs)
     parts = [[_of_sequence(states, i, firsts[i], ids.shape[1])] for i, ids in enumerate(read)]
     for step in range(steps):
         mask = np.pad(mask, ((0, 0), (0, 1)), constant_values=1)

@@ -13,12 +13,12 @@ import typer
 
 from diffquant.benchmarks import contest
 from diffquant.benchmarks.cells import BenchCell, BenchResult, read_result
-from diffquant.benchmarks.contest import Contest
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.contest import PeerComparison
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.benchmarks.run import write_bench_outputs
 from diffquant.benchmarks.workloads import MODELS, Workload
 from diffquant.errors import UsageError
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Folder with the bench.json of `diffquant bench`.")]) -> None:
@@ -28,7 +28,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Folder with the bench.json
         print(path)
 
 
-def measure_peaks(result: BenchResult, progress: Progress = silent) -> BenchResult:
+def measure_peaks(result: BenchResult, progress: Progress = report_nothing) -> BenchResult:
     """The result with its attention and decode cells' memory as it is here and now; none for paths no longer known.
 
     Raises:
@@ -41,7 +41,7 @@ def measure_peaks(result: BenchResult, progress: Progress = silent) -> BenchResu
     for done, cell in enumerate(result.cells):
         progress(done, len(result.cells), f"{cell.section}: {cell.workload}, {cell.path}")
         cells.append(_measured(cell, result.settings["threads"]) if cell.section in contest.SECTIONS else cell)
-    about = environment()
+    about = describe_environment()
     measured = {what: about[what] for what in ("date", "commit", "cpu")} | {"torch": about["versions"]["torch"]}
     return replace(result, cells=tuple(cells), settings=result.settings | {"peak memory": measured})
 
@@ -51,7 +51,7 @@ def _measured(cell: BenchCell, threads: int) -> BenchCell:
     if not cell.values or cell.path not in known:
         return replace(cell, peak_bytes=None)
     work = _workload(cell)
-    peak = Contest(cell.section, "cpu", 1, (cell.path,)).peak(cell.path, work, threads)
+    peak = PeerComparison(cell.section, "cpu", 1, (cell.path,)).measure_peak_memory(cell.path, work, threads)
     return replace(cell, peak_bytes=peak, touched=known[cell.path].count(work)[1])
 
 

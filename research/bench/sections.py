@@ -7,7 +7,7 @@ from pathlib import Path
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.run import BenchOptions, Part, SectionParts
 from diffquant.errors import MissingDependencyError, UsageError
-from diffquant.onnx import require
+from diffquant.onnx import check_installed
 from diffquant.support.progress import Progress
 from research.bench.programs import programs, serving
 from research.bench.programs.batches import BatchSettings
@@ -60,7 +60,7 @@ def _serve(options: BenchOptions) -> dict[str, Part]:
 
 def _export(options: BenchOptions) -> dict[str, Part]:
     try:
-        require()
+        check_installed()
     except MissingDependencyError as error:
         absent = BenchCell("export", "ONNX", "diffquant export", missing=str(error))
         return {"ONNX": lambda _: [absent]}

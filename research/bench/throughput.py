@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from diffquant.benchmarks.cells import BenchCell
-from diffquant.benchmarks.measuring import prepare, run_in_turns
+from diffquant.benchmarks.measuring import make_timer, run_in_turns
 from diffquant.benchmarks.run import BenchOptions, Part
 from diffquant.benchmarks.workloads import Model, find_model
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 THROUGHPUT = "throughput"
 TRANSFORMER, V1, V2 = "Transformer", "DIFF V1", "DIFF V2"
@@ -37,7 +37,7 @@ def throughput_parts(options: BenchOptions) -> dict[str, Part]:
 
 def run_throughput(
     models: Sequence[Model], lengths: Sequence[int], batch: int, dtype: str, device: str, repeats: int,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> list[BenchCell]:  # fmt: skip
     """Time forward passes of each model as Transformer, DIFF V1 and DIFF V2, with random weights, at each length."""
     cells = []
@@ -55,7 +55,7 @@ def _measure_forms(
 ) -> list[BenchCell]:
     generator = torch.Generator(device).manual_seed(0)
     ids = torch.randint(model.vocabulary, (batch, length), generator=generator, device=device)
-    calls = {name: prepare(partial(form, ids, use_cache=False), device) for name, form in forms.items()}
+    calls = {name: make_timer(partial(form, ids, use_cache=False), device) for name, form in forms.items()}
     workload = f"{model.name}, {length} tokens, batch {batch}, {dtype}"
     return [
         BenchCell(

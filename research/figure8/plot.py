@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.measure.stats import mean_interval
-from diffquant.reports.plots import REFERENCE, look, new_figure, tidy
+from diffquant.reports.plots import REFERENCE, new_figure, series_style, style_axis
 from research.figure8.analysis import LARGER, LONGER, MAIN, PAPER_RATIO, RATIOS, bits_won, won_at_ratio
 from research.figure8.plan import Result
 from research.figure8.scoring import SHARED
@@ -26,7 +26,7 @@ def plot_bits_won(there: Mapping[str, Result]) -> Any:
     axis = figure.subplots()
     for number, comparison in enumerate(MAIN):
         # The Transformer has the first colour on every other picture.
-        style = look(number + 1)
+        style = series_style(number + 1)
         for line, shared in enumerate(SHARED):
             won = comparison.values(there, bits_won(f"{_BITS}:{shared}"))
             height = line + _APART * (number - 0.5)
@@ -46,7 +46,7 @@ def plot_bits_won(there: Mapping[str, Result]) -> Any:
     axis.set_yticks(range(len(SHARED)), [f"{_BITS}:{shared}" for shared in SHARED])
     axis.invert_yaxis()
     axis.set_xlabel("bits won over the Transformer of the same seed (left of 0: DIFF loses)")
-    tidy(axis, "x")
+    style_axis(axis, "x")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return figure
 
@@ -64,7 +64,7 @@ def plot_by_ratio(there: Mapping[str, Result]) -> Any:
                 [ratio * 1.05 ** (number - 1) for ratio in RATIOS],
                 [mean.mean for mean in means],
                 yerr=[[mean.mean - mean.low for mean in means], [mean.high - mean.mean for mean in means]],
-                **look(number),
+                **series_style(number),
                 markersize=5,
                 capsize=3,
                 label=None if panel else size,
@@ -81,7 +81,7 @@ def plot_by_ratio(there: Mapping[str, Result]) -> Any:
         axis.set_xscale("log", base=2)
         axis.set_xticks(RATIOS, [str(ratio) for ratio in RATIOS])
         axis.set_title(_NAMES[comparisons[panel].kind])
-        tidy(axis, "both")
+        style_axis(axis, "both")
     axes[0].set_ylabel("bits won by DIFF (below 0: DIFF loses)")
     figure.supxlabel("range of the Transformer's logits over DIFF's", fontsize="medium")
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)

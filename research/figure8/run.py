@@ -22,7 +22,7 @@ import torch
 import typer
 from filelock import FileLock, Timeout
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import DiffQuantError, NonFiniteError, UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
@@ -158,7 +158,7 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
 
 def environments(folder: Path) -> dict[str, Any]:
     """This process's environment and, of a run that goes on from a checkpoint, those of the processes before it."""
-    note, now = folder / ENVIRONMENTS, environment()
+    note, now = folder / ENVIRONMENTS, describe_environment()
     earlier = json.loads(note.read_text(encoding="utf-8")) if note.exists() and (folder / CHECKPOINT).exists() else []
     write_atomically(note, json.dumps([*earlier, now]))
     return {"environment": now} | ({"earlier_environments": earlier} if earlier else {})

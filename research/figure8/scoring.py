@@ -20,7 +20,7 @@ from diffquant.measure.sweep.subject import kv_bytes_per_token
 from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 from research.studies.figure8 import Settings, analyse, prose_readings
 from research.studies.figure8_model import passage_means
 from research.studies.kv_decoded import LONG, CacheForm, read_caches
@@ -77,7 +77,7 @@ def validation(model: DiffTransformer, held_out: Tensor) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = silent) -> dict[str, Any]:
+def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = report_nothing) -> dict[str, Any]:
     """All that is measured of a model, as plain data; lists are by passage."""
     books = prose_readings(model, tokenizer, data.books_text(), BOOKS)
     schemes = [Scheme.parse(name) for name in SCHEMES]

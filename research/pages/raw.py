@@ -40,7 +40,7 @@ def measured(name: str, model: str, scheme: str, task: str | None = None) -> Tas
     found = [
         cell.result
         for cell in sweep(name).cells
-        if cell.point.model.name.startswith(model) and cell.point.scheme == scheme and task in (None, cell.task)
+        if cell.point.model.name.startswith(model) and cell.point.scheme_text == scheme and task in (None, cell.task)
     ]
     if len(found) != 1 or found[0] is None:
         raise LookupError(f"{name}: {len(found)} cells are {model} {scheme} {task}")

@@ -34,14 +34,14 @@ from diffquant.model import attention as modules
 from diffquant.model.attention import PairAttention
 from diffquant.model.fused_cache import FusedCache
 from diffquant.model.modeling import DiffLayer, DiffTransformer
-from diffquant.model.walk import Walk
+from diffquant.model.walk import LayerRunner
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.installation import provenance, versions
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 from research.studies.needle_parts import PARTS, Prompt, make_prompt
 
 # Shares of the weights' magnitudes, the weights as they are, and each map's own.
@@ -117,7 +117,7 @@ def map_attention(
     recipe: Recipe | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> AttentionMaps:
     """Measure where the attention of every model goes, one model after the other.
 
@@ -163,7 +163,7 @@ def map_attention(
 def _map_model(
     model: DiffTransformer, source: Source, name: str, haystack: str, plan: needle.NeedlePlan, progress: Progress
 ) -> ModelAttention:
-    items = needle.make_items_for(TorchModel(model, source.tokenizer), haystack, plan)
+    items = needle.make_checked_items(TorchModel(model, source.tokenizer), haystack, plan)
     observed_at: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
         observation = attention_by_part(model, make_prompt(source.tokenizer, item, model.config.vocab_size))
@@ -173,7 +173,7 @@ def _map_model(
     places = [_mean_at(*place, observed) for place, observed in sorted(observed_at.items())]
     return ModelAttention(
         name,
-        model.config.diff_spec.generation,
+        model.config.diff_spec.attention_name,
         source.fingerprint,
         model.recipe.to_dict(),
         needle.needle_digest(items),
@@ -191,7 +191,7 @@ def attention_by_part(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, b
     Raises:
         NonFiniteError: the model computes NaN or infinity.
     """
-    walk = model.walk(len(prompt.ids))
+    walk = model.new_layer_runner(len(prompt.ids))
     parts = one_hot(torch.tensor(prompt.parts), len(PARTS)).double()
     x = walk.embed(torch.tensor([prompt.ids], device=model.device))
     sums_by_layer = []
@@ -222,7 +222,7 @@ def record_calls(attention: PairAttention) -> Iterator[list[AttentionCall]]:
         yield calls
 
 
-def last_weights(walk: Walk[Tensor], layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def last_weights(walk: LayerRunner[Tensor], layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A layer's output, and the weights that its last position gives each position's value, under the model's recipe.
 
     They are those of the very call that the layer makes.
@@ -236,7 +236,7 @@ def last_weights(walk: Walk[Tensor], layer: DiffLayer, x: Tensor) -> tuple[Tenso
         [1, T, D]; [h, T], the weights: map 1 - λ·map 2, or the only map; and [maps, h, T], each map's softmax.
     """
     with record_calls(layer.self_attn) as calls:
-        x = walk.run(layer, x)
+        x = walk.run_layer(layer, x)
     weights, maps = attention_weights(calls[0], x.shape[1] - 1)
     return x, weights[0, :, 0], maps[:, 0, :, 0]
 

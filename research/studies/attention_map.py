@@ -10,7 +10,7 @@ import typer
 
 from diffquant.measure.protocols.needle import NeedlePlan
 from diffquant.recipe import Recipe
-from diffquant.reports.plots import COLOURS, escape_dollars, new_figure, tidy
+from diffquant.reports.plots import COLOURS, escape_dollars, new_figure, style_axis
 from diffquant.reports.tables import align_columns
 from diffquant.support.files import write_atomically
 from diffquant.support.names import split_numbers
@@ -138,7 +138,7 @@ def _draw(axis: Any, model: ModelAttention, length: int) -> None:
         )
         bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     axis.set_ylim(0, 100)
-    tidy(axis)
+    style_axis(axis)
 
 
 def _cells(place: Place) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.checkpoints import texts
 from diffquant.checkpoints import tokens as token_ids
 from diffquant.checkpoints.source import open_source
@@ -33,7 +33,7 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.files import find_file_or_xz, write_json
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 from research.studies.figure8_model import figure8_summary
 from research.studies.logit_noise import NOISES, Reading, divergences, layers_of, losses, predictions_of, sensitivity
 from research.studies.results import read_json
@@ -116,7 +116,7 @@ def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
     return result
 
 
-def measure_model(path: Path, settings: Settings, progress: Progress = silent) -> dict[str, Any]:
+def measure_model(path: Path, settings: Settings, progress: Progress = report_nothing) -> dict[str, Any]:
     """Content of one model's file."""
     source = open_source(path)
     model, tokenizer = load(source, dtype=torch.float32), source.tokenizer
@@ -131,11 +131,11 @@ def measure_model(path: Path, settings: Settings, progress: Progress = silent) -
         about |= {} if settings.text else {"books": _BOOKS}
     return {
         "model": path.name,
-        "generation": model.config.diff_spec.generation,
+        "generation": model.config.diff_spec.attention_name,
         "parameters": model.num_parameters(),
         "fingerprint": source.fingerprint,
         "reading": about | {"text": texts.text_digest(text), "window": settings.window},
-        "environment": environment(),
+        "environment": describe_environment(),
     } | analyse(model, readings, settings.schemes, progress)
 
 
@@ -164,13 +164,13 @@ def needle_readings(model: DiffTransformer, tokenizer: Any, text: str, plan: nee
     """Readings of needles' contexts and questions; the numbers are predicted."""
     encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer), model.config.vocab_size)
     items = needle.make_items(tokenizer, text, plan)
-    requests = encoder.requests(request for item in items for request in item.requests())
+    requests = encoder.encode_requests(request for item in items for request in item.query_texts())
     return [Reading(torch.tensor([ids.context + ids.continuation]), len(ids.continuation)) for ids in requests]
 
 
 @torch.inference_mode()
 def analyse(
-    model: DiffTransformer, readings: Sequence[Reading], schemes: Sequence[Scheme], progress: Progress = silent
+    model: DiffTransformer, readings: Sequence[Reading], schemes: Sequence[Scheme], progress: Progress = report_nothing
 ) -> dict[str, Any]:
     """Statistics of every layer's logits, what noise on them costs, and every scheme's KL by sequence."""
     model.apply_recipe(Recipe())

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from diffquant.reports.plots import REFERENCE, look, new_figure, tidy
+from diffquant.reports.plots import REFERENCE, new_figure, series_style, style_axis
 from research.studies.figure8_model import mean_kl, predicted
 
 _COLUMNS = 3
@@ -38,7 +38,7 @@ def plot_by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
         widths = sorted({int(scheme.split(":")[0]) for scheme in results[0]["kl"]}, reverse=True)
         axis.set_xticks(range(len(widths)), [str(bits) for bits in widths])
         axis.set_title(granularity, fontsize=10)
-        tidy(axis, "both")
+        style_axis(axis, "both")
     for axis in axes.flat[len(granularities) :]:
         axis.set_visible(False)
     for axis in axes.flat[max(0, len(granularities) - _COLUMNS) : len(granularities)]:
@@ -60,7 +60,7 @@ def plot_against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
     axis = figure.subplots()
     drawn: list[float] = []
     for number, result in enumerate(results):
-        colour, marker = look(number)["color"], look(number)["marker"]
+        colour, marker = series_style(number)["color"], series_style(number)["marker"]
         for shift in (False, True):
             schemes = [scheme for scheme in result["kl"] if scheme.endswith(":shift") == shift]
             if not schemes:
@@ -83,7 +83,7 @@ def plot_against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
     axis.set_xlabel("predicted KL, nats")
     axis.set_ylabel("measured KL, nats")
     axis.legend(frameon=False, fontsize=9)
-    tidy(axis, "both")
+    style_axis(axis, "both")
     return figure
 
 
@@ -100,7 +100,7 @@ def _line(axis: Any, result: Mapping[str, Any], granularity: str, number: int) -
         markersize=4,
         linewidth=1.4,
         capsize=2,
-        **look(number),
+        **series_style(number),
     )
 
 

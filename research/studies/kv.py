@@ -23,7 +23,7 @@ from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import markdown
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 from research.studies.kv_results import TEXTS, KVResults, kl_change, references_of, scores_of, settings_of, texts_of
 from research.studies.results import read_json
 
@@ -58,7 +58,7 @@ def main(
 
 
 def measure_caches(
-    path: Path, widths: Sequence[int], characters: int, file: Path, progress: Progress = silent
+    path: Path, widths: Sequence[int], characters: int, file: Path, progress: Progress = report_nothing
 ) -> dict[str, Any]:
     """Measure every form at every width, writing the file after each; what it holds already is kept.
 

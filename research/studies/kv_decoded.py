@@ -29,7 +29,7 @@ from diffquant.model.causal import CausalModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import markdown
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 from research.studies.kv_results import TEXTS, KVResults, settings_of, texts_of
 from research.studies.results import read_json
 
@@ -136,7 +136,7 @@ def measure_forms(
     scored: int,
     batch: int,
     file: Path,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> dict[str, Any]:
     """Measure caches, writing the file after each; what it holds already is kept.
 
@@ -189,8 +189,8 @@ def decoded(model: CausalModel, ids: Tensor, scored: int) -> HiddenStates:
     """States [N, scored] after the last tokens of windows [N, T], read one by one behind the others."""
     reader = TorchModel(model)
     cache = reader.new_cache()
-    reader.read(ids[:, :-scored], cache=cache)
-    steps = [reader.read(token, cache=cache).values for token in ids[:, -scored:].split(1, 1)]
+    reader.compute_outputs(ids[:, :-scored], cache=cache)
+    steps = [reader.compute_outputs(token, cache=cache).values for token in ids[:, -scored:].split(1, 1)]
     return HiddenStates(torch.cat(steps, 1), model.lm_head)
 
 

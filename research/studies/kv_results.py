@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.texts import load_text, text_digest
 from diffquant.errors import UsageError
-from diffquant.measure.language_model import States
+from diffquant.measure.language_model import ModelOutputs
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.stats import Difference, mean_interval
-from diffquant.measure.tasks.perplexity import compute_reference, score_text
+from diffquant.measure.tasks.perplexity import compute_perplexity, compute_reference
 from diffquant.measure.torch_model import TorchModel
 from diffquant.support.files import find_file_or_xz, write_json
 from research.studies.results import read_json
@@ -42,16 +42,19 @@ def settings_of(source: Source, texts: Mapping[str, str], characters: int, **win
     }
 
 
-def references_of(model: TorchModel, texts: Mapping[str, str], window: int) -> dict[str, States]:
+def references_of(model: TorchModel, texts: Mapping[str, str], window: int) -> dict[str, ModelOutputs]:
     """States of a model over windows of each text, which others are compared with."""
     return {name: compute_reference(model, text, window, window) for name, text in texts.items()}
 
 
 def scores_of(
-    model: TorchModel, texts: Mapping[str, str], window: int, references: Mapping[str, States]
+    model: TorchModel, texts: Mapping[str, str], window: int, references: Mapping[str, ModelOutputs]
 ) -> dict[str, dict[str, Any]]:
     """What a study keeps of each text's score over the same windows."""
-    scores = {name: score_text(model, text, window, window, reference=references[name]) for name, text in texts.items()}
+    scores = {
+        name: compute_perplexity(model, text, window, window, reference=references[name])
+        for name, text in texts.items()
+    }
     return {name: {kept: score[kept] for kept in KEPT} for name, score in scores.items()}
 
 
@@ -88,7 +91,7 @@ class KVResults:
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
         """Take a cache's result, with the day and the commit that it is of, and write the file."""
-        here = environment()
+        here = describe_environment()
         self.rows[name] = {**row, "date": here["date"], "commit": here["commit"]}
         write_json(self.file, {"environment": here, **self.to_dict()})
 

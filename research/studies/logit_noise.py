@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from diffquant.attention.logits import (
     from_mean_and_difference,
     largest_magnitudes,
-    prepare_logits,
+    mask_and_shift_logits,
     round_logits,
     softmax_weights,
     to_mean_and_difference,
@@ -87,10 +87,17 @@ class SeenAttention:
         repeats = spec.pairs // spec.kv_pairs
         logits = [
             queries @ keys.repeat_interleave(repeats, 1).mT * spec.scale
-            for queries, keys in zip(layout.query_maps(q), layout.key_maps(k), strict=True)
+            for queries, keys in zip(layout.split_query_maps(q), layout.split_key_maps(k), strict=True)
         ]
         visible = mask.dense(q.shape[2], k.shape[2], q.device)
-        return cls(module.layer, logits, visible, v.repeat_interleave(repeats, 1), module.lam(x), module.post())
+        return cls(
+            module.layer,
+            logits,
+            visible,
+            v.repeat_interleave(repeats, 1),
+            module.compute_lam(x),
+            module.pair_norm_settings(),
+        )
 
     def terms(self, logits: Sequence[Tensor]) -> list[Tensor]:
         """Terms [B, h, T, dv] of the output for some logits: A1·V and, of a pair, λ·A2·V."""
@@ -99,10 +106,12 @@ class SeenAttention:
 
     def rounded(self, scheme: Scheme) -> tuple[list[Tensor], list[Tensor]]:
         """Scales of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
-        prepared = [prepare_logits(logits.clone(), self.visible, scheme.has("shift")) for logits in self.logits]
+        prepared = [
+            mask_and_shift_logits(logits.clone(), self.visible, scheme.has_transform("shift")) for logits in self.logits
+        ]
         coded = to_mean_and_difference(prepared, scheme)
         tops = largest_magnitudes(coded, scheme)
-        scales = [logit_format(scheme.format, scheme.has("shift")).scale_of(top) for top in tops]
+        scales = [logit_format(scheme.format, scheme.has_transform("shift")).scale_for_largest(top) for top in tops]
         rounded = [round_logits(logits, scale, scheme) for logits, scale in zip(coded, scales, strict=True)]
         # Where all is zero nothing is rounded, whatever the scale.
         used = [torch.where(top == 0, 0.0, scale) for top, scale in zip(tops, scales, strict=True)]
@@ -118,7 +127,7 @@ def observed(
     Raises:
         UsageError: signals have gates (V3), which `SeenAttention` does not know.
     """
-    if any(module.spec.lam == "two-gates" for module in model.attentions):
+    if any(module.spec.lam == "two-gates" for module in model.attention_modules):
         raise UsageError("attention whose signals have gates cannot be observed")
 
     def hook(module: Any, arguments: Any, output: Tensor) -> Tensor | None:
@@ -133,7 +142,7 @@ def observed(
         projected: Tensor = module.o_proj(y)
         return projected
 
-    handles = [module.register_forward_hook(hook) for module in model.attentions[layers]]
+    handles = [module.register_forward_hook(hook) for module in model.attention_modules[layers]]
     try:
         yield
     finally:
@@ -179,7 +188,7 @@ def difference(terms: Sequence[Tensor]) -> Tensor:
 
 def layers_of(model: DiffTransformer, readings: Sequence[Reading], schemes: Sequence[Scheme]) -> list[dict[str, Any]]:
     """Statistics of every layer: largest logits, a row's mean spread, λ, cancellation, what each rounding does."""
-    seen_by = [_Layer(schemes) for _ in model.attentions]
+    seen_by = [_Layer(schemes) for _ in model.attention_modules]
 
     def see(attention: SeenAttention) -> None:
         seen_by[attention.layer].add(attention)
@@ -201,8 +210,8 @@ class _Layer:
     def add(self, seen: SeenAttention) -> None:
         terms = seen.terms(seen.logits)
         exact = difference(terms)
-        hidden = [prepare_logits(logits.clone(), seen.visible, False) for logits in seen.logits]
-        below = [prepare_logits(logits.clone(), seen.visible, True) for logits in seen.logits]
+        hidden = [mask_and_shift_logits(logits.clone(), seen.visible, False) for logits in seen.logits]
+        below = [mask_and_shift_logits(logits.clone(), seen.visible, True) for logits in seen.logits]
         self.top.append([float(logits.abs().max()) for logits in hidden])
         self.spread.append([float(-logits.amin(-1).mean()) for logits in below])
         if seen.lam is not None:

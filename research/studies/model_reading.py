@@ -12,14 +12,14 @@ from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokens import encode_windows
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import batches
+from diffquant.model.walk import split_into_batches
 from diffquant.quantization.loading import load
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
 from diffquant.recipe import Recipe
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 
 _BATCH_TOKENS = 4096
 
@@ -79,7 +79,7 @@ class ModelReading:
         asked = (rule, dict(given), schemes)
         if self._ready is None or self._ready[0] != asked:
             settings = RoundingSettings(rule, self._text, self._tokens, self._window, **given)
-            self._ready = asked, rounding_named(rule).prepare(self._source, schemes, settings, silent)
+            self._ready = asked, rounding_named(rule).prepare(self._source, schemes, settings, report_nothing)
         return self._ready[1]
 
     @cached_property
@@ -96,8 +96,8 @@ class ModelReading:
         What it gives takes the weight's place once the layer has been seen, so later layers read its outputs.
         """
         model = self.model()
-        walk, glance = model.walk(self.windows.shape[1]), model.walk(2)
-        states = [walk.embed(batch) for batch in batches(self.windows, _BATCH_TOKENS)]
+        walk, glance = model.new_layer_runner(self.windows.shape[1]), model.new_layer_runner(2)
+        states = [walk.embed(batch) for batch in split_into_batches(self.windows, _BATCH_TOKENS)]
         glimpse = glance.embed(self.windows[:1, :2])
         for number, layer in enumerate(walk.layers):
             readers, glimpse = group_by_input(glance, layer, glimpse)
@@ -113,4 +113,4 @@ class ModelReading:
                             replaced[module] = new
             for module, new in replaced.items():
                 layer.get_submodule(module).weight.data = new
-            states = [walk.run(layer, state) for state in states] if replaced else [output for _, output in runs]
+            states = [walk.run_layer(layer, state) for state in states] if replaced else [output for _, output in runs]

@@ -6,14 +6,14 @@ from typing import Any
 
 from diffquant.checkpoints.texts import check_tokens
 from diffquant.errors import UsageError
-from diffquant.measure.protocols.needle import NeedleItem, statement
+from diffquant.measure.protocols.needle import NeedleItem, needle_sentence
 
 # The number asked for, the rest of its sentence, the sentences of other needles, prose, the question, and the
 # first token, which a softmax that has nowhere else to go attends to. A token on the border of two belongs to
 # the one named first; the first token to none but its own.
 PARTS = ("answer", "sentence", "others", "prose", "question", "first")
 _ANSWER, _SENTENCE, _OTHERS, _PROSE, _QUESTION, _FIRST = range(len(PARTS))
-_STATEMENT = re.compile(statement(r"\w+", r"(\d+)"))
+_STATEMENT = re.compile(needle_sentence(r"\w+", r"(\d+)"))
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def make_prompt(tokenizer: Any, item: NeedleItem, vocabulary: int) -> Prompt:
     """
     if not tokenizer.is_fast:
         raise UsageError("the tokenizer does not say where its tokens stand; the folder needs a tokenizer.json")
-    prompt, answer = item.requests()[0]
+    prompt, answer = item.query_texts()[0]
     encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
     ids, places = encoded["input_ids"], encoded["offset_mapping"]
     check_tokens(ids, vocabulary, tokenizer)
@@ -55,7 +55,7 @@ def make_prompt(tokenizer: Any, item: NeedleItem, vocabulary: int) -> Prompt:
 def _parts_of_characters(item: NeedleItem, length: int) -> list[int]:
     """Index into `PARTS` of each of the prompt's first `length` characters."""
     parts = [_PROSE] * len(item.context) + [_QUESTION] * (length - len(item.context))
-    asked = statement(*item.asked[0])
+    asked = needle_sentence(*item.asked[0])
     for needle in _STATEMENT.finditer(item.context):
         first, last = needle.span()
         parts[first:last] = [_SENTENCE if needle[0] == asked else _OTHERS] * (last - first)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import diffquant
 from diffquant import data
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import UsageError
 from diffquant.support.files import write_json
 from research.studies.results import read_json
@@ -64,7 +64,7 @@ def main(
         lines = [["tool", *SHOWN], ["---"] * (1 + len(SHOWN)), *([tool, *table_cells(rows, tool)] for tool in tools)]
         print("\n".join(f"| {' | '.join(line)} |" for line in lines))
         return
-    described, former = environment(*PACKAGES), _former_rows(file)
+    described, former = describe_environment(*PACKAGES), _former_rows(file)
     chosen = [tool for tool in _tools() if only in tool]
     if not chosen:
         raise UsageError(f"no tool is called {only!r}; choose from {', '.join(_tools())}")

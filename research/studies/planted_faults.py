@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import ToleranceError, UsageError
 from diffquant.onnx import verify
 from diffquant.onnx.manifest import read_manifest
@@ -55,7 +55,7 @@ def main(
         progress(number, len(names), name)
         if name not in results:
             results[name] = verified_with(name, layer, export, checkpoint, threads)
-            written = {"environment": environment("onnxruntime"), "model": model, "results": results}
+            written = {"environment": describe_environment("onnxruntime"), "model": model, "results": results}
             write_json(file, written)
         print(f"{name}: {'refused: ' if results[name]['refused'] else ''}{results[name]['verdict']}", flush=True)
     progress(len(names), len(names), "done")

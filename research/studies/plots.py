@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffquant.calib.outlier_result import plot_outliers, read_outliers
 from diffquant.errors import UsageError
-from diffquant.support.files import find_named, read_text_or_xz
+from diffquant.support.files import list_matching_files, read_text_or_xz
 from research.figure8.analysis import LARGER, LONGER, MAIN
 from research.figure8.plan import RESULTS as TRAININGS
 from research.figure8.plan import results as trainings
@@ -101,7 +101,7 @@ def drawings(folder: Path) -> dict[str, Drawing]:
     """Drawings that a folder's raw files allow, by the picture's name."""
     return {
         name: drawing
-        for file in find_named(folder, "*.json")
+        for file in list_matching_files(folder, "*.json")
         for pattern, of_file in _DRAWN_FROM.items()
         if file.match(pattern)
         for name, drawing in of_file(file)

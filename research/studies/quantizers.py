@@ -18,7 +18,7 @@ from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest, round_with_clipping
 from diffquant.recipe.numbers.formats.codebook import Iq4Nl, Iq4Xs
-from diffquant.recipe.numbers.sharing import Sharing
+from diffquant.recipe.numbers.sharing import Granularity
 from diffquant.recipe.scheme import Scheme
 from research.studies.model_reading import ModelReading
 from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, by_itself, group_size
@@ -44,7 +44,7 @@ def codebook(rule: str, name: str, weighted: bool = False) -> Over:
     def scheme_of(width: int) -> Scheme:
         block = group_size(width, 32)
         steps = Iq4Xs(name, block, group_size(width // block, 8))
-        return Scheme(Iq4Nl(name, block) if name == "iq4_nl" else steps, Sharing("group", block))
+        return Scheme(Iq4Nl(name, block) if name == "iq4_nl" else steps, Granularity("group", block))
 
     return _rounded(rule, cache(scheme_of), weighted=weighted)
 

@@ -28,7 +28,7 @@ from diffquant.quantization.conversion import convert
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import markdown
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 from research.studies.kv_results import (
     TEXTS,
     KVResults,
@@ -64,7 +64,7 @@ def main(
 
 
 def measure_rotations(
-    path: Path, rules: Sequence[str], characters: int, file: Path, progress: Progress = silent
+    path: Path, rules: Sequence[str], characters: int, file: Path, progress: Progress = report_nothing
 ) -> dict[str, Any]:
     """Score the source's and the rotated weights under each recipe, writing the file after each.
 
@@ -81,7 +81,7 @@ def measure_rotations(
     with TemporaryDirectory() as folder:
         sources = {SOURCE: source}
         for name, dtype in ((ROTATED, torch.float32), (NARROW, torch.bfloat16)):
-            convert(source, Path(folder) / name, "rotated", dtype=dtype, progress=silent)
+            convert(source, Path(folder) / name, "rotated", dtype=dtype, progress=report_nothing)
             sources[name] = open_source(Path(folder) / name)
         exact = TorchModel(load(source, Recipe(), torch.float32, "cpu"), source.tokenizer)
         references = references_of(exact, texts, _WINDOW)

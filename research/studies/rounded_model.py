@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text, text_digest
 from diffquant.errors import UsageError
-from diffquant.measure.language_model import States
+from diffquant.measure.language_model import ModelOutputs
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
@@ -149,7 +149,7 @@ class Subject:
         hook: RemovableHandle = layer.register_forward_hook(output)
         return hook
 
-    def _scores(self, former: Mapping[str, Any], references: Mapping[str, States] | None) -> dict[str, Any]:
+    def _scores(self, former: Mapping[str, Any], references: Mapping[str, ModelOutputs] | None) -> dict[str, Any]:
         if references is None:
             scores = {key: former[key] for key in _SCORES}
         else:
@@ -163,7 +163,7 @@ class Subject:
         return scores | {"items": result.n, "acc_norm": result.score, "correct": correct}
 
     @cached_property
-    def _references(self) -> dict[str, States]:
+    def _references(self) -> dict[str, ModelOutputs]:
         """States of the 16-bit model on the prose and on HellaSwag's contexts."""
         return references_of(TorchModel(self._model, self._tokenizer), self._texts, self.options.window)
 

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import UsageError
 from diffquant.support.files import find_file_or_xz, write_json
-from diffquant.support.installation import code_digest
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.installation import result_version_digest
+from diffquant.support.progress import Progress, progress_for, report_nothing
 from research.studies.quantizers import METHODS, VARIANTS
 from research.studies.results import read_json
 from research.studies.rounded_model import RoundingOptions, Subject
@@ -83,7 +83,7 @@ def chosen(parts: str, methods: Sequence[Method] = CONTESTANTS) -> list[Method]:
 
 
 def measure_methods(
-    path: Path, options: RoundingOptions, methods: Sequence[Method], file: Path, progress: Progress = silent
+    path: Path, options: RoundingOptions, methods: Sequence[Method], file: Path, progress: Progress = report_nothing
 ) -> dict[str, Any]:
     """Measure every method, writing the file after each.
 
@@ -110,7 +110,7 @@ def _begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: the file holds something else.
     """
-    fresh = {"format": FORMAT, "environment": environment(*_PACKAGES), "settings": settings, "results": {}}
+    fresh = {"format": FORMAT, "environment": describe_environment(*_PACKAGES), "settings": settings, "results": {}}
     if not find_file_or_xz(file).exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         return fresh
@@ -138,11 +138,11 @@ def read_result(file: Path) -> dict[str, Any]:
 
 def _provenance(method: Method | None) -> dict[str, Any]:
     """The method, machine and date behind a row: a file may be the work of several days."""
-    now = environment(*_PACKAGES)
+    now = describe_environment(*_PACKAGES)
     package = None if method is None else method.package
     maker = f"{package} {now['versions'][package]}" if package else f"diffquant {now['commit']}"
     about = {name: now[name] for name in ("commit", "date", "device")}
-    return {"made_by": maker, "code": code_digest(_CODE)} | about
+    return {"made_by": maker, "code": result_version_digest(_CODE)} | about
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffquant.reports.plots import look, new_figure, plain_log_scale, tidy
+from diffquant.reports.plots import new_figure, series_style, set_log_scale, style_axis
 
 _RULES = {
     "nearest": "nearest (absmax)",
@@ -36,18 +36,18 @@ def plot_against_size(result: Mapping[str, Any], path: Path) -> None:
     axis = figure.subplots()
     for number, (rule, label) in enumerate(_RULES.items()):
         points = [rows[f"{rule} {size}"] for size in _SIZES if f"{rule} {size}" in rows]
-        axis.plot(*_places(points), **look(number), linewidth=2, markersize=6, label=f"diffquant {label}")
+        axis.plot(*_places(points), **series_style(number), linewidth=2, markersize=6, label=f"diffquant {label}")
     for number, (label, (start, end)) in enumerate(_PEERS.items(), len(_RULES)):
         drawn = (
             name for name in rows if name.startswith(start) and name.endswith(end) and not _is_own_grid(name, rows)
         )
         points = [rows[name] for name in drawn]
-        seen = look(number) | {"linestyle": "none"}
+        seen = series_style(number) | {"linestyle": "none"}
         axis.plot(*_places(points), **seen, markersize=7, markerfacecolor="none", label=label)
-    plain_log_scale(axis)
+    set_log_scale(axis)
     axis.set_xlabel("stored bits per weight, scales included")
     axis.set_ylabel("KL from the 16-bit model, nats")
-    tidy(axis, "both")
+    style_axis(axis, "both")
     axis.legend(frameon=False, fontsize=9, ncols=2)
     figure.savefig(path, dpi=150)
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.calib.search.allocation import Budget, average_bits
 from diffquant.calib.search.search import Search
 from diffquant.calib.search.units import find_units, to_recipe
@@ -29,7 +29,7 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import markdown
 from diffquant.support.files import find_file_or_xz, write_json
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 from research.studies.kv_results import TEXTS, kl_change, references_of, scores_of, settings_of, texts_of
 from research.studies.results import read_json
 
@@ -65,7 +65,7 @@ def main(
 
 
 def measure_searches(
-    path: Path, widths: Sequence[int], characters: int, folder: Path, progress: Progress = silent
+    path: Path, widths: Sequence[int], characters: int, folder: Path, progress: Progress = report_nothing
 ) -> dict[str, Any]:
     """Content of a model's file: by uniform width, both recipes and what they cost.
 
@@ -94,7 +94,7 @@ def measure_searches(
         recipes = {UNIFORM: to_recipe(same_width), SEARCHED: search.recipe}
         results[str(width)] = {name: {"recipe": recipe.to_dict(), **costs(recipe)} for name, recipe in recipes.items()}
     return {
-        "environment": environment(),
+        "environment": describe_environment(),
         "settings": {
             **settings_of(source, texts, characters, window=_WINDOW),
             "widths": _WIDTHS,

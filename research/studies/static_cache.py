@@ -18,14 +18,14 @@ import torch
 import typer
 from torch import Tensor
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import text_digest
 from diffquant.checkpoints.tokens import encode_text
 from diffquant.data import books_text
-from diffquant.measure.language_model import States
+from diffquant.measure.language_model import ModelOutputs
 from diffquant.measure.scoring import next_token_kl, token_scores
 from diffquant.measure.stats import mean_interval, paired_difference
 from diffquant.measure.torch_model import TorchModel
@@ -34,7 +34,7 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import markdown
 from diffquant.support.files import find_file_or_xz, write_json
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 from research.studies.results import read_json
 
 PASSAGES, WINDOW = 16, 256
@@ -87,7 +87,7 @@ def main(
 
 
 @torch.inference_mode()
-def measure_cache(path: Path, progress: Progress = silent) -> dict[str, Any]:
+def measure_cache(path: Path, progress: Progress = report_nothing) -> dict[str, Any]:
     """Negative log-likelihood and KL of every row by scored window, in nats a token."""
     source = open_source(path)
     model, text = load(source, Recipe(), torch.float32, "cpu"), books_text()
@@ -115,7 +115,7 @@ def measure_cache(path: Path, progress: Progress = silent) -> dict[str, Any]:
         "window": WINDOW,
         "scored": SCORED,
         "calibrations": CALIBRATIONS,
-        "environment": environment(),
+        "environment": describe_environment(),
         "16 bits": _scores(exact, scored, exact),
         "rows": rows,
     }
@@ -128,11 +128,13 @@ def _window(tokenizer: Any, text: str, vocabulary: int, passage: int, window: in
     return ids[window * WINDOW : (window + 1) * WINDOW + 1]
 
 
-def _states(model: DiffTransformer, ids: Tensor) -> States:
-    return TorchModel(model).read(ids[None, :-1])[0]
+def _states(model: DiffTransformer, ids: Tensor) -> ModelOutputs:
+    return TorchModel(model).compute_outputs(ids[None, :-1])[0]
 
 
-def _scores(states: Sequence[States], windows: Sequence[Tensor], exact: Sequence[States]) -> dict[str, list[float]]:
+def _scores(
+    states: Sequence[ModelOutputs], windows: Sequence[Tensor], exact: Sequence[ModelOutputs]
+) -> dict[str, list[float]]:
     predicted = [token_scores(s, ids[1:, None])[0] for s, ids in zip(states, windows, strict=True)]
     kl = [next_token_kl(p.float32_logits(), q.float32_logits()) for p, q in zip(exact, states, strict=True)]
     return {"nll": [-float(x.mean()) for x in predicted], "kl": [float(x.mean()) for x in kl]}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffquant.model.walk import Walk
+from diffquant.model.walk import LayerRunner
 from research.studies.model_reading import ModelReading
 from research.studies.quantizers import codebook
 from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, group_size
@@ -66,13 +66,13 @@ def _llm_compressor(bits: int, least: int, observer: str) -> Over:
 class _Block(torch.nn.Module):
     """A layer that takes hidden states [B, T, D] alone, as AutoRound's cache of inputs wants it."""
 
-    def __init__(self, walk: Walk[Tensor], layer: torch.nn.Module) -> None:
+    def __init__(self, runner: LayerRunner[Tensor], layer: torch.nn.Module) -> None:
         super().__init__()
         self.layer = layer
-        self._walk = walk
+        self._runner = runner
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._walk.run(self.layer, hidden_states)
+        return self._runner.run_layer(self.layer, hidden_states)
 
 
 def auto_round(bits: int, least: int, seed: int | None = None) -> Over:
@@ -85,8 +85,8 @@ def auto_round(bits: int, least: int, seed: int | None = None) -> Over:
     def prepare(reading: ModelReading) -> Quantize:
         tuner_class = import_module("auto_round").AutoRound
         model: Any = reading.model()
-        decoder, walk = model.model, model.walk(reading.windows.shape[1])
-        blocks = torch.nn.ModuleList(_Block(walk, layer) for layer in walk.layers)
+        decoder, runner = model.model, model.new_layer_runner(reading.windows.shape[1])
+        blocks = torch.nn.ModuleList(_Block(runner, layer) for layer in runner.layers)
         decoder.layers = blocks
         decoder.run_layers = lambda x, *_: decoder.norm(torch.nn.Sequential(*blocks)(x))
         weights = {

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.data import pocket_models
 from diffquant.errors import UsageError
 from diffquant.support.files import write_json
@@ -66,7 +66,7 @@ def main(
             is_run = not again or call.split()[1] in again.split(",")
             record = {"output": _printed_by(call, place)} if is_run else former[_without_comment(call)]
             records.append(record | {"command": call})
-    write_json(RECORDED, {"environment": environment("onnxruntime"), "transcripts": records})
+    write_json(RECORDED, {"environment": describe_environment("onnxruntime"), "transcripts": records})
     typer.echo(f"wrote {RECORDED}")
 
 

@@ -70,7 +70,7 @@ def check_groups(config: DiffTransformerConfig, scheme: Scheme) -> None:
         f"{kind}: {name} {list(shape)}"
         for kind in KINDS
         for name, shape in config_of(kind, config).architecture.linear_shapes().items()
-        if ".layers.0.self_attn." in name and shape[1] % (scheme.size or 1)
+        if ".layers.0.self_attn." in name and shape[1] % (scheme.granularity_size or 1)
     }
     if shapes:
         raise GroupSizeError(f"delta {scheme}: the group does not divide the width of {', '.join(sorted(shapes))}")

@@ -34,7 +34,7 @@ def equalize(model: DiffTransformer, largest: float) -> None:
 
     Rotary embedding keeps lengths, so with root mean square g a logit is at most g²·d/√d.
     """
-    for attention in model.attentions:
+    for attention in model.attention_modules:
         gain = math.sqrt(largest / math.sqrt(attention.spec.head_dim))
         for projection in (attention.q_proj, attention.k_proj):
             projection.__class__ = NormedLinear

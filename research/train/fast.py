@@ -92,16 +92,16 @@ class _Heads:
     """Where each head stands among the projections' channels: queries, then keys, then values."""
 
     def __init__(self, model: DiffTransformer) -> None:
-        layout = model.attentions[0].spec.layout
+        layout = model.attention_modules[0].spec.layout
         self.width, self.value_width = layout.head_dim, layout.value_dim
-        self.scale = model.attentions[0].spec.scale
+        self.scale = model.attention_modules[0].spec.scale
         starts, behind = [], 0
         for projection in ("q_proj", "k_proj", "v_proj"):
-            rows = layout.rows(projection)
+            rows = layout.channel_rows(projection)
             if not torch.equal(rows, rows[:, :1] + torch.arange(rows.shape[1])):
                 raise UsageError("bf16 training needs the channels of a head to stand together")
             starts.append(longs([behind + int(row) for row in rows[:, 0]]))
-            behind += layout.height(projection)
+            behind += layout.row_count(projection)
         self.queries, self.keys, self.values = starts
         pair_of = [pair * layout.kv_pairs // layout.pairs for pair in range(layout.pairs)] * layout.maps
         behind_signals = 0 if layout.shares_keys else layout.kv_pairs
@@ -223,7 +223,7 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 
 def _check(model: DiffTransformer) -> None:
-    config, spec = model.config, model.attentions[0].spec
+    config, spec = model.config, model.attention_modules[0].spec
     faults = {
         "attention with biases": config.attention_bias or config.mlp_bias,
         f"the activation {config.hidden_act}": config.hidden_act not in ("silu", "swish"),

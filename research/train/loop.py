@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.model.modeling import DiffTransformer
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 from research.train.settings import Schedule
 
 CHECKPOINT = "checkpoint.pt"
@@ -63,7 +63,12 @@ class Trainer:
         self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
 
     def train(
-        self, batches: Batches, folder: Path, until: int | None = None, every: int = 100, progress: Progress = silent
+        self,
+        batches: Batches,
+        folder: Path,
+        until: int | None = None,
+        every: int = 100,
+        progress: Progress = report_nothing,
     ) -> None:
         """Train to step `until`, or the end, with a line in the log and a checkpoint every `every` steps.
 

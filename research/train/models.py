@@ -69,11 +69,11 @@ def look_back(model: DiffTransformer, sharpness: float = 4.5) -> None:
         model: model whose attention's projections have biases.
         sharpness: magnitude of the biases.
     """
-    attention = model.attentions[0]
+    attention = model.attention_modules[0]
     spec = attention.spec
     frequencies = model.model.rotary_emb.inv_freq[: spec.head_dim // 4]
     for pair, distance in enumerate((1, 2)):
-        query, key = (spec.layout.rows(projection)[pair] for projection in ("q_proj", "k_proj"))
+        query, key = (spec.layout.channel_rows(projection)[pair] for projection in ("q_proj", "k_proj"))
         rotated = [torch.cos(distance * frequencies), torch.sin(distance * frequencies)]
         for projection, rows, parts in (
             (attention.q_proj, query, [torch.ones_like(frequencies), torch.zeros_like(frequencies)]),

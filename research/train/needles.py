@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from diffquant.errors import UsageError
-from diffquant.measure.protocols.needle import CITIES, NUMBERS, statement
+from diffquant.measure.protocols.needle import CITIES, NUMBERS, needle_sentence
 from research.train.words import simple_sentences, split, word_tokenizer
 
 _FEWEST_SENTENCES = 100
@@ -46,7 +46,7 @@ class Needles:
         growth: tuple[int, int, int],
         prose: float,
     ) -> None:
-        known = [*split(statement("", "")), *map(str.lower, CITIES), *NUMBERS]
+        known = [*split(needle_sentence("", "")), *map(str.lower, CITIES), *NUMBERS]
         known_sentences, words = simple_sentences(text, known, frequent, most_words)
         if len(known_sentences) < _FEWEST_SENTENCES:
             raise UsageError(
@@ -60,7 +60,7 @@ class Needles:
         self._sentences = [self._encode(sentence) for sentence in known_sentences]
         self._cities = [self._encode(city)[0] for city in CITIES]
         self._numbers = [self._encode(number)[0] for number in NUMBERS]
-        *self._before, _, self._is, _, self._stop = self._encode(statement(CITIES[0], NUMBERS[0]))
+        *self._before, _, self._is, _, self._stop = self._encode(needle_sentence(CITIES[0], NUMBERS[0]))
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Token ids [rows, length + 1] and the weight [rows, length] of each predicted token."""

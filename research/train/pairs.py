@@ -147,7 +147,7 @@ def load_original(base: Source) -> DiffTransformer:
     original = load(base, dtype=torch.float32, device="cpu")
     if original.config.diff_spec.maps != 1:
         raise UsageError(
-            f"{base.path} is {original.config.diff_spec.generation}; give a Transformer, a Llama checkpoint"
+            f"{base.path} is {original.config.diff_spec.attention_name}; give a Transformer, a Llama checkpoint"
         )
     original.use_attention("flashdiff1")
     return original

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
@@ -90,7 +90,13 @@ def run_until_solved(kind: str, settings: Settings, data: Needles, digest: str, 
     described = asdict(settings)
     del described["schedule"]["steps"]
     claim(folder, {"kind": kind, "text": digest, **data.describe(), **described})
-    run: Run = {"kind": kind, "seed": schedule.seed, "environment": environment(), "evaluations": [], "solved": {}}
+    run: Run = {
+        "kind": kind,
+        "seed": schedule.seed,
+        "environment": describe_environment(),
+        "evaluations": [],
+        "solved": {},
+    }
     if (folder / RETRIEVED).exists():
         run = json.loads((folder / RETRIEVED).read_text(encoding="utf-8"))
         if _is_over(run, schedule.steps):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.errors import UsageError
-from diffquant.reports.plots import look, new_figure, tidy
+from diffquant.reports.plots import new_figure, series_style, style_axis
 from diffquant.reports.tables import align_columns
 from diffquant.support.program import run_program
 from research.train.models import CONTROLS, KINDS
@@ -71,7 +71,7 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     last.set_title(f"runs that retrieve, N = {needles[-1]}", fontsize=10)
     for axis in (*panels, last):
         axis.set_xlabel("step")
-        tidy(axis, "both")
+        style_axis(axis, "both")
     panels[0].set_ylabel("share")
     panels[0].set_ylim(-0.02, 1.05)
     figure.legend(loc="outside lower center", ncols=len(_KINDS), frameon=False, fontsize=9)
@@ -79,7 +79,7 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def _look(kind: str) -> dict[str, str]:
-    return {name: value for name, value in look(_KINDS.index(kind)).items() if name != "marker"}
+    return {name: value for name, value in series_style(_KINDS.index(kind)).items() if name != "marker"}
 
 
 def share_solved(runs: Sequence[Mapping[str, Any]], kind: str, n: str) -> tuple[list[int], list[float]]:

@@ -93,7 +93,7 @@ def attention_parameters(model: DiffTransformer) -> dict[str, nn.Parameter]:
 
 def attention_of(model: DiffTransformer) -> list[Attention]:
     """Attention of each layer, by name within it."""
-    return [dict(attention.state_dict()) for attention in model.attentions]
+    return [dict(attention.state_dict()) for attention in model.attention_modules]
 
 
 def take_over(kind: str, attention: Mapping[str, Tensor], spec: DiffSpec, level: Level | None) -> Attention:
@@ -146,7 +146,7 @@ def levels_of(base: DiffTransformer, ids: Tensor) -> list[Level]:
     values: list[Tensor] = []
     outputs: list[Tensor] = []
     hooks = []
-    for attention in base.attentions:
+    for attention in base.attention_modules:
         hooks.append(
             attention.v_proj.register_forward_hook(lambda _m, _x, y: values.append(_mean_squares(y, plain.kv_pairs)))
         )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.measure.language_model import States
-from diffquant.measure.tasks.perplexity import compute_reference, score_text
+from diffquant.measure.language_model import ModelOutputs
+from diffquant.measure.tasks.perplexity import compute_perplexity, compute_reference
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
@@ -89,14 +89,16 @@ class Exam:
 
     # Compiled layers would be compiled again for every shape of a batch.
     @torch.compiler.set_stance("force_eager")
-    def reference(self, model: DiffTransformer) -> States:
+    def reference(self, model: DiffTransformer) -> ModelOutputs:
         """Predictions of a model, to compare others with."""
         return compute_reference(TorchModel(model, self._tokenizer), self._text)
 
     @torch.compiler.set_stance("force_eager")
-    def score(self, model: DiffTransformer, reference: States | None = None) -> dict[str, float]:
+    def score(self, model: DiffTransformer, reference: ModelOutputs | None = None) -> dict[str, float]:
         """Perplexity, and mean KL in nats from the base or another reference."""
-        score = score_text(TorchModel(model, self._tokenizer), self._text, reference=reference or self._reference)
+        score = compute_perplexity(
+            TorchModel(model, self._tokenizer), self._text, reference=reference or self._reference
+        )
         return {name: score[name] for name in ("perplexity", "kl")}
 
 

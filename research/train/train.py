@@ -119,7 +119,7 @@ def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> Di
     if settings.model.look_back:
         look_back(model)
     if device == "cpu":
-        for attention in model.attentions:
+        for attention in model.attention_modules:
             # Half the calls of `auto`, which are what costs at this size.
             attention.backend = "flashdiff1"
         return model

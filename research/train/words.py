@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from diffquant.measure.protocols.needle import sentences
+from diffquant.measure.protocols.needle import split_sentences
 
 SPECIAL = ("<s>", "</s>", "<unk>")
 _WORDS = re.compile(r"\w+|[^\w\s]+")
@@ -28,7 +28,7 @@ def simple_sentences(text: str, known: Iterable[str], frequent: int, most: int) 
     counts = Counter(word for word in split(text) if not any(c.isdigit() for c in word))
     words = known + [word for word, _ in counts.most_common(frequent + len(known)) if word not in known][:frequent]
     vocabulary = set(words)
-    chosen = [s for s in sentences(text) if 3 <= len(parts := split(s)) <= most and vocabulary.issuperset(parts)]
+    chosen = [s for s in split_sentences(text) if 3 <= len(parts := split(s)) <= most and vocabulary.issuperset(parts)]
     return chosen, words
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 
 from diffquant.onnx import ExportOptions, export
-from diffquant.quantization.engine_folder import modelling_file
+from diffquant.quantization.engine_folder import make_modelling_text
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from tests.attacks.contents import FILES
@@ -94,7 +94,7 @@ def _model_type(folder: Path) -> None:
     """Code that is diffquant's own but for what the model_type adds."""
     kind = 'x"; open("EXECUTED", "w").close(); Z = "'
     edit_json(folder / "config.json", model_type=kind)
-    (folder / "modeling_diffquant.py").write_text(modelling_file(kind))
+    (folder / "modeling_diffquant.py").write_text(make_modelling_text(kind))
 
 
 def _entry(**entry: Any) -> Callable[[Path], object]:

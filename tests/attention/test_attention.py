@@ -88,7 +88,7 @@ def test_backends_equal_the_equation(backend, generation, length, keys, padded):
     ],
 )
 def test_padding_is_a_range_where_it_has_no_holes(valid, ranges):
-    found = Mask(keys=torch.tensor(valid, dtype=torch.bool)).ranges
+    found = Mask(keys=torch.tensor(valid, dtype=torch.bool)).valid_ranges
     assert (found and tuple(each.tolist() for each in found)) == ranges
 
 
@@ -161,13 +161,13 @@ def quantized_by(text, scales=None, clipped=None, static=None):
         static: [maps, h] ranges of a static scheme.
     """
     scheme = Scheme.parse(text)
-    levels = 2**scheme.bits - 1 if scheme.has("shift") else 2 ** (scheme.bits - 1) - 1
-    lowest, highest = -levels, 0 if scheme.has("shift") else levels
+    levels = 2**scheme.bits - 1 if scheme.has_transform("shift") else 2 ** (scheme.bits - 1) - 1
+    lowest, highest = -levels, 0 if scheme.has_transform("shift") else levels
 
     def quantize(logits, seen):
         out = logits.clone()
         visible = seen.expand_as(logits)
-        if scheme.has("shift"):
+        if scheme.has_transform("shift"):
             peak = out.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
             out -= peak.nan_to_num(neginf=0.0)
         for region in regions(scheme, logits.shape):
@@ -175,7 +175,7 @@ def quantized_by(text, scales=None, clipped=None, static=None):
             if not len(entries):
                 continue
             largest = float(entries.abs().max()) if static is None else float(static[region[:2]])
-            scale = (min(largest, 12.0) if scheme.has("shift") else largest) / levels or 1.0
+            scale = (min(largest, 12.0) if scheme.has_transform("shift") else largest) / levels or 1.0
             codes = (entries / scale).round()
             if scales is not None and largest:
                 scales.append(scale)
@@ -411,8 +411,10 @@ def test_metering_never_waits_for_a_device():
 
 def test_memory_of_simulated_logits_is_linear_in_the_keys(monkeypatch):
     largest = []
-    original = blocks.prepare_logits
-    monkeypatch.setattr(blocks, "prepare_logits", lambda x, *rest: largest.append(x.numel()) or original(x, *rest))
+    original = blocks.mask_and_shift_logits
+    monkeypatch.setattr(
+        blocks, "mask_and_shift_logits", lambda x, *rest: largest.append(x.numel()) or original(x, *rest)
+    )
     monkeypatch.setattr(blocks, "_BLOCK_ENTRIES", 1 << 14)
     q, k, v, lam = random_inputs("v1", 512, 512, batch=1, dtype=torch.float32)
     attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row")))
@@ -473,7 +475,7 @@ def test_what_the_flash_attn_package_cannot_do_is_refused(monkeypatch):
     def refusal(dtype=torch.float16, is_cuda=True, keys=None, window=None, widths=(64, 128)):
         v = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 1, 3, widths[1]))
         q = [torch.empty(1, 1, 3, widths[0])]
-        call = SimpleNamespace(q=q, v=v, mask=Mask(keys, window), keys=3)
+        call = SimpleNamespace(q=q, v=v, mask=Mask(keys, window), key_count=3)
         return BACKENDS["flash_attn"].refuses(call)
 
     monkeypatch.setattr(composed, "_has_flash_attn", lambda: True)

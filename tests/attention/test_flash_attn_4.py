@@ -115,7 +115,7 @@ def test_the_package_is_asked_for_the_equation(stand_in, generation, queries, wi
 def refusal(dtype=torch.float16, is_cuda=True, mask=CAUSAL, widths=(64, 128), queries=3, gradient=False):
     v = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 1, 3, widths[1]), device="cuda")
     q = [torch.empty(1, 1, queries, widths[0])]
-    call = SimpleNamespace(q=q, v=v, mask=mask, keys=3, length=queries, needs_gradient=gradient)
+    call = SimpleNamespace(q=q, v=v, mask=mask, key_count=3, query_count=queries, needs_gradient=gradient)
     return BACKENDS["flash_attn_4"].refuses(call)
 
 

@@ -120,7 +120,7 @@ def test_a_spec_that_no_model_has_is_refused(change, message):
 
 def test_the_model_computes_the_formula_from_its_projections(tmp_path):
     model = load(write_checkpoint(tmp_path / "gated", "gated", torch.float64), dtype=torch.float64)
-    attention = model.attentions[1]
+    attention = model.attention_modules[1]
     x = torch.randn(2, 9, model.config.hidden_size, dtype=torch.float64)
     positions = torch.arange(9)[None]
     rotary = model.model.rotary_emb(x, position_ids=positions)
@@ -145,8 +145,8 @@ def test_a_signal_gate_that_is_open_gives_v2(tmp_path):
         for name, parameter in v2.named_parameters():
             given = v3.get_parameter(name)
             parameter.copy_(given[1::2] if name.endswith("lambda_proj.weight") else given)
-        for attention in v3.attentions:
-            attention.signal_gate = lambda x: torch.ones(())
+        for attention in v3.attention_modules:
+            attention.compute_signal_gate = lambda x: torch.ones(())
     ids = random_ids(2, 17)
     torch.testing.assert_close(v3(ids).logits, v2(ids).logits, rtol=0, atol=1e-12)
 
@@ -165,7 +165,9 @@ def test_decoding_with_a_cache_gives_what_prefill_does(tmp_path):
 
 
 def test_a_fused_cache_that_a_caller_brings_loses_no_gate(tmp_path, monkeypatch):
-    attention = load(write_checkpoint(tmp_path / "gated", "gated", torch.float64), dtype=torch.float64).attentions[0]
+    attention = load(
+        write_checkpoint(tmp_path / "gated", "gated", torch.float64), dtype=torch.float64
+    ).attention_modules[0]
     monkeypatch.setattr(FusedCache, "attend", lambda *_, **__: torch.zeros(1, 4, 5, 16, dtype=torch.float64))
     monkeypatch.setattr(FusedCache, "update", lambda _, k, v, __: (k, v))
     x = torch.randn(1, 5, attention.q_proj.in_features, dtype=torch.float64)

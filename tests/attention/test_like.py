@@ -15,7 +15,7 @@ from diffquant import Recipe, load
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
-from diffquant.recipe.numbers.simulation import rotation
+from diffquant.recipe.numbers.simulation import make_rotation_matrix
 from diffquant.recipe.presets import LIKE
 from diffquant.verbs.recipes import recipe_from_options
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
@@ -112,7 +112,7 @@ def sage3(q, k, v, scale):
 
 def fa3(q, k, v, scale):
     """FlashAttention-3, section 3.3: Q·M and K·M for an orthogonal M, FP8 by blocks of 128 tokens; P times 2^8."""
-    m = rotation(q.shape[1]).numpy()
+    m = make_rotation_matrix(q.shape[1]).numpy()
     tile = np.arange(len(q)) // 128
     q, k, v = (by_tokens(x, tile, e4m3) for x in (q @ m, k @ m, v))
     p = unnormalized(q @ k.T * scale, len(q))
@@ -128,7 +128,7 @@ FORMULAS = {
 @pytest.mark.parametrize("name", [*SOURCES, *PHI4FLASH])
 def test_the_whole_family_computes_each_kernel_s_formula(tmp_path, name, kernel):
     model = load(write_checkpoint(tmp_path / "model", name)).double()
-    attention, spec = model.attentions[0], model.config.diff_spec
+    attention, spec = model.attention_modules[0], model.config.diff_spec
     shapes = (
         (attention.layout.query_heads, spec.head_dim), (spec.key_heads, spec.head_dim), (spec.kv_pairs, spec.value_dim),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def test_the_whole_family_computes_each_kernel_s_formula(tmp_path, name, kernel)
     lam = None if spec.maps == 1 else torch.full((1, spec.pairs, LENGTH, 1), 0.4, dtype=torch.float64)
     gate = None if spec.lam != "two-gates" else torch.full((1, spec.pairs, LENGTH, 1), 0.7, dtype=torch.float64)
     outputs = []
-    for queries, keys in zip(attention.layout.query_maps(q), attention.layout.key_maps(k), strict=True):
+    for queries, keys in zip(attention.layout.split_query_maps(q), attention.layout.split_key_maps(k), strict=True):
         group = queries.shape[1] // spec.kv_pairs
         heads = [
             FORMULAS[kernel](
@@ -152,7 +152,7 @@ def test_the_whole_family_computes_each_kernel_s_formula(tmp_path, name, kernel)
         wanted = wanted - lam * outputs[1]
     model.apply_recipe(Recipe.of(**LIKE[kernel]))
     got = attention.attend(q, k, v, lam, Mask(), gate)
-    wanted = pair_norm(wanted, attention.post()).transpose(1, 2).flatten(2)
+    wanted = pair_norm(wanted, attention.pair_norm_settings()).transpose(1, 2).flatten(2)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
 
 

@@ -40,10 +40,15 @@ def test_the_table_is_what_an_h100_measured():
 class Prompt:
     """A call as an H100 would be given it, without its tensors."""
 
-    maps, signals_per_noise, rounds_maps = 2, 1, False
+    maps, signals_per_noise, has_quantized_maps = 2, 1, False
 
     def __init__(self, generation, width, length, mask=None):
-        self.shares_keys, self.length, self.keys, self.mask = generation == "v2", length, length, mask or Mask()
+        self.shares_keys, self.query_count, self.key_count, self.mask = (
+            generation == "v2",
+            length,
+            length,
+            mask or Mask(),
+        )
         self.q = self.k = [torch.empty(1, 2, length, width, device="meta", dtype=torch.float16)] * 2
         self.v = Values(1, 2, length, width * (1 if self.shares_keys else 2), dtype=torch.float16)
         self.qk = Scheme16()

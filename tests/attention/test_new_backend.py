@@ -60,7 +60,7 @@ def test_a_backend_that_was_replaced_names_what_computes_the_same():
 
 def test_the_highest_rank_that_serves_a_call_computes_it(toy):
     few = "it takes 3 queries at most"
-    toy(priority=99, logits="both", refuses=lambda call: few if call.length > 3 else None)
+    toy(priority=99, logits="both", refuses=lambda call: few if call.query_count > 3 else None)
     for logits in (FULL, Scheme.parse("4:row")):
         result(length=3, logits=logits)
         assert CALLS.pop().logits == logits
@@ -75,7 +75,7 @@ def test_without_a_rank_or_where_it_does_not_pay_nobody_asks(toy):
     result()
     assert not CALLS
     del BACKENDS["toy"]
-    toy(priority=99, is_worthwhile=lambda call: call.length > 9)
+    toy(priority=99, is_worthwhile=lambda call: call.query_count > 9)
     result()
     assert not CALLS
 

@@ -11,9 +11,9 @@ from diffquant.attention import BACKENDS
 from diffquant.attention.naive import naive
 from diffquant.attention.operands import round_operands
 from diffquant.attention.registry import Backend
-from diffquant.errors import NotFiredError, UsageError
+from diffquant.errors import NotQuantizedError, UsageError
 from diffquant.family.mask import Mask
-from diffquant.measure import shares_prefixes
+from diffquant.measure import can_share_prefixes
 from diffquant.recipe.scheme import FULL, Scheme
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 from tests.support.models import random_ids
@@ -28,11 +28,11 @@ PADDED[0, :4] = PADDED[1, -3:] = False
 def in_numpy(x, valid, scheme, is_keys):
     """x [B, H, T, d] with each scale's entries rounded by themselves, and what is padding at zero."""
     out = np.zeros(x.shape)
-    size, largest = scheme.size or x.shape[2], 2 ** (scheme.bits - 1) - 1
+    size, largest = scheme.granularity_size or x.shape[2], 2 ** (scheme.bits - 1) - 1
     for b, sequence in enumerate(x.double().numpy()):
         real = valid[b].numpy()
         heads = sequence * real[:, None]
-        if scheme.has("smooth") and is_keys:
+        if scheme.has_transform("smooth") and is_keys:
             heads = (heads - heads.sum(1, keepdims=True) / real.sum()) * real[:, None]
         top = np.abs(heads).max()
         for h, head in enumerate(heads):
@@ -66,7 +66,7 @@ def test_operands_are_rounded_as_loops_round_them(text, mask, length):
 @pytest.mark.parametrize("name", [*SOURCES, *PHI4FLASH])
 def test_attention_of_the_whole_family_reads_rounded_operands(tmp_path, name, text):
     model = load(write_checkpoint(tmp_path / "model", name)).double()
-    attention, spec = model.attentions[0], model.config.diff_spec
+    attention, spec = model.attention_modules[0], model.config.diff_spec
     q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
     k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
     v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
@@ -81,7 +81,7 @@ def test_attention_of_the_whole_family_reads_rounded_operands(tmp_path, name, te
 @in_one_test("name", ["llama", "diffllama", "unilm-v2", "motif-grouped"])
 def test_keys_without_their_mean_give_the_same_attention(tmp_path, name):
     model = load(write_checkpoint(tmp_path / "model", name)).double()
-    attention, spec = model.attentions[0], model.config.diff_spec
+    attention, spec = model.attention_modules[0], model.config.diff_spec
     q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
     k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
     v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
@@ -114,17 +114,17 @@ def test_rows_read_token_by_token_are_those_of_a_whole_text(tmp_path):
     [("4:row", True), ("4:row:smooth", False), ("4:b64", False), ("4:head", False), ("4:tensor", False)],
 )
 def test_a_prefix_is_shared_where_no_scale_and_no_mean_spans_tokens(text, shares):
-    assert shares_prefixes(Recipe.of(qk=text)) == shares
+    assert can_share_prefixes(Recipe.of(qk=text)) == shares
 
 
 def test_every_layer_has_to_round_its_operands(tmp_path):
     model = load(write_checkpoint(tmp_path / "model", "diffllama"))
     model.apply_recipe(Recipe.of(qk="4:row", overrides={"*.layers.0.*.qk": "16"}))
-    with pytest.raises(NotFiredError, match="recipe quantizes queries and keys, but layers 1 did not"):
+    with pytest.raises(NotQuantizedError, match="recipe quantizes queries and keys, but layers 1 did not"):
         model.check_quantizers_ran()
     model(random_ids())
     model.check_quantizers_ran()
-    assert [attention.qk_calls for attention in model.attentions] == [0, 1]
+    assert [attention.qk_calls for attention in model.attention_modules] == [0, 1]
 
 
 @in_one_test("name", ["diffllama", "unilm-v2"])
@@ -141,10 +141,10 @@ def test_a_backend_that_rounds_operands_gets_them_as_they_are(tmp_path, monkeypa
     model, ids = load(write_checkpoint(tmp_path / "model", name)), random_ids(batch=2, length=13)
     model.apply_recipe(Recipe.of(qk="4:row", logits="8:row"))
     wanted = model(ids).logits
-    for attention in model.attentions:
+    for attention in model.attention_modules:
         attention.backend = "own"
     torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-4)
-    assert seen == [Scheme.parse("4:row")] * len(model.attentions)
+    assert seen == [Scheme.parse("4:row")] * len(model.attention_modules)
     model.check_quantizers_ran()
 
 

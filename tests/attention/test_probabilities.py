@@ -13,11 +13,11 @@ from diffquant.attention import BACKENDS, attend
 from diffquant.attention.backends.blocks import attention_weights
 from diffquant.attention.logits import softmax_weights
 from diffquant.attention.operands import round_values
-from diffquant.errors import NotFiredError, UsageError
+from diffquant.errors import NotQuantizedError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
-from diffquant.measure import shares_prefixes, takes_padding
+from diffquant.measure import can_pad_left, can_share_prefixes
 from diffquant.recipe.scheme import Scheme
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
 from tests.support.models import random_ids
@@ -50,14 +50,14 @@ def weights_in_numpy(logits, visible, scheme):
         if not seen.any():
             continue
         row = np.where(seen, np.exp(np.where(seen, logits[at] - logits[at][seen].max(), -np.inf)), 0.0)
-        size = scheme.size or len(row)
+        size = scheme.granularity_size or len(row)
         rounded = np.zeros_like(row)
         for first in range(0, len(row), size):
             part = row[first : first + size]
-            largest = part.max() if scheme.size else 1.0
-            scale = 2.0**-8 if scheme.has("pow2") else largest / top_level(scheme)
+            largest = part.max() if scheme.granularity_size else 1.0
+            scale = 2.0**-8 if scheme.has_transform("pow2") else largest / top_level(scheme)
             rounded[first : first + size] = to_grid(part, scheme, scale or 1.0)
-        out[at] = rounded / (row if scheme.has("fullsum") else rounded).sum()
+        out[at] = rounded / (row if scheme.has_transform("fullsum") else rounded).sum()
     return out
 
 
@@ -66,8 +66,8 @@ def values_in_numpy(v, valid, scheme):
     for b, sequence in enumerate(v * valid[:, None, :, None]):
         for h, head in enumerate(sequence):
             for t, c in np.ndindex(head.shape):
-                first = t // (scheme.size or 1) * (scheme.size or 1)
-                block = head[first : first + (scheme.size or 1)]
+                first = t // (scheme.granularity_size or 1) * (scheme.granularity_size or 1)
+                block = head[first : first + (scheme.granularity_size or 1)]
                 shared = {
                     "column": head[:, c], "group": block[:, c], "row": head[t], "head": head, "tensor": sequence,
                     "block": block,
@@ -90,7 +90,7 @@ def test_weights_are_rounded_before_their_row_is_divided(text):
     got = softmax_weights(logits, visible, scheme)
     wanted = weights_in_numpy(logits.numpy(), visible[:, 0].numpy(), scheme)
     torch.testing.assert_close(got, torch.from_numpy(wanted), rtol=0, atol=1e-12)
-    if not scheme.has("fullsum"):
+    if not scheme.has_transform("fullsum"):
         sees = visible.any(-1).expand(-1, 3, -1).double()
         torch.testing.assert_close(got.sum(-1), sees, rtol=0, atol=1e-12)
 
@@ -100,8 +100,8 @@ def test_blocks_of_keys_have_their_format_s_scales(text):
     scheme, logits = Scheme.parse(text), 0.1 * random_heads(2, 5, 64) - torch.arange(64.0) / 2
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
     bound = scheme.format.with_tensor_scale(torch.ones(1))
-    groups = weights.unflatten(-1, (-1, scheme.size))
-    rounded = bound.decode(bound.codes(groups, scale := bound.scale(groups, -1)), scale).flatten(-2)
+    groups = weights.unflatten(-1, (-1, scheme.granularity_size))
+    rounded = bound.decode(bound.encode(groups, scale := bound.compute_scale(groups, -1)), scale).flatten(-2)
     got = softmax_weights(logits, None, scheme)
     torch.testing.assert_close(got, rounded / rounded.sum(-1, keepdim=True), rtol=0, atol=1e-12)
     # Without a scale of its own above them, e4m3 block scales would lose every block this far below its row's largest.
@@ -130,7 +130,7 @@ def test_values_are_rounded_as_loops_round_them(text, mask):
 def test_attention_of_the_whole_family_rounds_both_operands_of_p_v(tmp_path, name, p):
     """Each map is rounded by itself; λ, the gate and the norm of a pair come after."""
     model = load(write_checkpoint(tmp_path / "model", name)).double()
-    attention, spec = model.attentions[0], model.config.diff_spec
+    attention, spec = model.attention_modules[0], model.config.diff_spec
     q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
     k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
     v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
@@ -139,7 +139,7 @@ def test_attention_of_the_whole_family_rounds_both_operands_of_p_v(tmp_path, nam
     scheme, mask = Scheme.parse(p), Mask(PADDED)
     visible = mask.dense(13, 13, v.device)
     maps = []
-    for queries, keys in zip(attention.layout.query_maps(q), attention.layout.key_maps(k), strict=True):
+    for queries, keys in zip(attention.layout.split_query_maps(q), attention.layout.split_key_maps(k), strict=True):
         logits = queries @ keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1).mT * attention.scale
         maps.append(softmax_weights(logits, visible, scheme))
     weights = maps[0] if gate is None else gate * maps[0]
@@ -147,7 +147,7 @@ def test_attention_of_the_whole_family_rounds_both_operands_of_p_v(tmp_path, nam
         weights = weights - lam * maps[1].repeat_interleave(spec.pairs // maps[1].shape[1], 1)
     values = torch.from_numpy(values_in_numpy(v.numpy(), PADDED.numpy(), Scheme.parse("4:column")))
     wanted = weights @ values.repeat_interleave(spec.pairs // spec.kv_pairs, 1)
-    wanted = pair_norm(wanted, attention.post())
+    wanted = pair_norm(wanted, attention.pair_norm_settings())
     model.apply_recipe(Recipe.of(p=p, pv="4:channel"))
     got = attention.attend(q, k, v, lam, mask, gate)
     torch.testing.assert_close(got, wanted.transpose(1, 2).flatten(2), rtol=0, atol=1e-10)
@@ -164,7 +164,7 @@ def test_blocks_of_queries_round_as_whole_maps(monkeypatch, text, logits, maps):
         q, k, random_heads(2, 37, 12, seed=5), lam, scale=0.5, mask=Mask(), logits=Scheme.parse(logits),
         p=Scheme.parse(text),
     )  # fmt: skip
-    assert call.rounds_maps
+    assert call.has_quantized_maps
     whole = attend(call, "naive")
     torch.testing.assert_close(attend(call), whole, rtol=0, atol=1e-12)
     weights, _ = attention_weights(call)
@@ -212,16 +212,16 @@ def test_weights_read_token_by_token_are_those_of_a_whole_text(tmp_path):
     ],
 )
 def test_scales_over_tokens_forbid_shared_prefixes_and_padding(recipe, shares, pads):
-    assert (shares_prefixes(Recipe.of(**recipe)), takes_padding(Recipe.of(**recipe))) == (shares, pads)
+    assert (can_share_prefixes(Recipe.of(**recipe)), can_pad_left(Recipe.of(**recipe))) == (shares, pads)
 
 
 def test_every_layer_has_to_round_its_weights_and_values(tmp_path):
     model = load(write_checkpoint(tmp_path / "model", "diffllama"))
     model.apply_recipe(Recipe.of(p="4:row", pv="4:row", overrides={"*.layers.0.*.p": "16"}))
     said = "recipe quantizes values before P·V, but layers 0, 1 did not; .*softmax weights, but layers 1 did not"
-    with pytest.raises(NotFiredError, match=said):
+    with pytest.raises(NotQuantizedError, match=said):
         model.check_quantizers_ran()
     model(random_ids())
     model.check_quantizers_ran()
-    assert [attention.meter.p_calls for attention in model.attentions] == [0, 1]
-    assert [attention.pv_calls for attention in model.attentions] == [1, 1]
+    assert [attention.meter.p_calls for attention in model.attention_modules] == [0, 1]
+    assert [attention.pv_calls for attention in model.attention_modules] == [1, 1]

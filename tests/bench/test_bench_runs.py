@@ -15,7 +15,7 @@ from diffquant.benchmarks import measuring, run, tune
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.run import BenchOptions
 from diffquant.errors import FailedCellsError, UsageError
-from diffquant.kernels.configs import attention_tile
+from diffquant.kernels.configs import make_attention_config
 from diffquant.verbs.cli import app
 from tests.support.tables import in_one_test
 
@@ -29,7 +29,7 @@ def test_calls_take_turns():
 
 def test_a_short_call_runs_often_enough_to_be_timed():
     ran = []
-    turn = measuring.prepare(lambda: ran.append(1))
+    turn = measuring.make_timer(lambda: ran.append(1))
     before = len(ran)
     assert turn() > 0
     assert len(ran) - before > 100
@@ -37,7 +37,7 @@ def test_a_short_call_runs_often_enough_to_be_timed():
 
 def test_graphs_are_for_cuda():
     with pytest.raises(UsageError, match="only CUDA devices have graphs"):
-        measuring.prepare(lambda: None, graph=True)
+        measuring.make_timer(lambda: None, graph=True)
 
 
 def test_a_graph_keeps_what_it_was_captured_of(monkeypatch):
@@ -48,7 +48,7 @@ def test_a_graph_keeps_what_it_was_captured_of(monkeypatch):
     device.CUDAGraph().replay = lambda: replayed.append(there() is not None)
     device.Event().elapsed_time = lambda _: 2.0
     monkeypatch.setattr(torch, "cuda", device)
-    turn = measuring.prepare(partial(torch.neg, read), "cuda", graph=True)
+    turn = measuring.make_timer(partial(torch.neg, read), "cuda", graph=True)
     del read
     gc.collect()
     assert turn() == 2 / 3
@@ -170,7 +170,7 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
         def __exit__(self, *raised):
             current["entry"] = {}
 
-    shipped = attention_tile(128, 64, 8, 2)
+    shipped = make_attention_config(128, 64, 8, 2)
     current["entry"] = {}
     monkeypatch.setattr(tune, "_milliseconds", milliseconds)
     monkeypatch.setattr(tune, "override_configs", override_configs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffquant.benchmarks import contest, decode, linears, peers
-from diffquant.benchmarks.contest import Contest
+from diffquant.benchmarks.contest import PeerComparison
 from diffquant.benchmarks.workloads import MODELS, Model, Workload, find_model, parse_lengths
 from diffquant.errors import UsageError
 from tests.support.tables import in_one_test
@@ -48,7 +48,7 @@ def test_the_registry_holds_the_papers_sizes_and_the_peers_of_the_field():
 def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(section, work):
     if section == "decode":
         work = Workload(work.model, 1, 150, work.batch, work.dtype)
-    cells = Contest(section, "cpu", 1)._times(work)
+    cells = PeerComparison(section, "cpu", 1)._times(work)
     assert [cell.path for cell in cells] == list(contest.SECTIONS[section])
     for cell in cells:
         if cell.values:
@@ -60,7 +60,7 @@ def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(section, work):
 @pytest.mark.parametrize(("bits", "generation"), sampled(product(decode.RECIPES, ["v1", "v2"]), 5))
 def test_the_decode_kernel_reads_what_is_stored_for_it(generation, bits):
     pytest.importorskip("triton")
-    call = peers.differential(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")
+    call = peers.make_differential_call(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")
     store = decode.fill_store(call, decode.RECIPES[bits])
     peer = peers.Peer(lambda held: decode.decode_attention(held, store), peers.roofline.count_fused_call)
     assert contest.relative_error(peer, decode._held_call(call, store, *store.read())) <= 1e-4
@@ -75,7 +75,7 @@ def test_a_peer_that_is_wrong_is_named_and_not_timed(monkeypatch):
         return right.attention(call).flip(1)
 
     monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(swapped, right.count, right.make))
-    (cell,) = [c for c in Contest("attention", "cpu", 2)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
+    (cell,) = [c for c in PeerComparison("attention", "cpu", 2)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
     assert cell.missing.startswith("wrong result: ")
     assert not cell.values
     assert len(ran) == 1
@@ -107,14 +107,14 @@ def test_a_peer_that_raises_is_named_with_its_error(monkeypatch):
 
     right = peers.PEERS["FlashDiffAttn_1"]
     monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(fails, right.count, right.make))
-    (cell,) = [c for c in Contest("attention", "cpu", 1)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
+    (cell,) = [c for c in PeerComparison("attention", "cpu", 1)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
     assert cell.missing == "RuntimeError: no kernel for this"
 
 
 def allocating(call):
     """A known allocation: as many floats as a call has logits in one map; nothing is left of it but the output."""
-    torch.ones(call.v.shape[2] * call.length * call.q[0].shape[1])
-    return torch.ones(call.q[0].shape[0], call.q[0].shape[1], call.length, call.v.shape[-1])
+    torch.ones(call.v.shape[2] * call.query_count * call.q[0].shape[1])
+    return torch.ones(call.q[0].shape[0], call.q[0].shape[1], call.query_count, call.v.shape[-1])
 
 
 # Linux counts pages to within a quarter of a megabyte.
@@ -129,7 +129,7 @@ def known_bytes(work):
 def peaks(monkeypatch):
     """Peak of a peer on a workload, as the contest measures it; each in a process of its own, forked from this one."""
     monkeypatch.setattr(contest, "_fresh_processes", lambda: get_context("fork"))
-    return lambda name, work: Contest("attention", "cpu", 1, (name,)).peak(name, work, 1)
+    return lambda name, work: PeerComparison("attention", "cpu", 1, (name,)).measure_peak_memory(name, work, 1)
 
 
 def test_a_peer_whose_process_dies_costs_no_other_peer_its_measurement(monkeypatch):
@@ -140,7 +140,7 @@ def test_a_peer_whose_process_dies_costs_no_other_peer_its_measurement(monkeypat
 
     monkeypatch.setitem(peers.PEERS, "killed", peers.Peer(dies_elsewhere, right.count, right.make))
     monkeypatch.setattr(contest, "_fresh_processes", lambda: get_context("fork"))
-    cells = {c.path: c for c in Contest("attention", "cpu", 1, ("killed",)).run([WORKS["v1"]])}
+    cells = {c.path: c for c in PeerComparison("attention", "cpu", 1, ("killed",)).run([WORKS["v1"]])}
     assert cells[peers.BASELINE].values
     assert cells["killed"].missing.startswith("its peak memory could not be measured: BrokenProcessPool")
     assert not cells["killed"].values
@@ -162,7 +162,7 @@ def test_peak_memory_is_that_of_a_known_allocation_whatever_was_measured_before(
 )
 def test_peak_memory_grows_with_the_length_and_holds_what_torch_allocated(name):
     works = [Workload(V1, length, length, 2, "float32") for length in (300, 600)]
-    measured = [Contest("attention", "cpu", 1, (name,)).peak(name, work, 1) for work in works]
+    measured = [PeerComparison("attention", "cpu", 1, (name,)).measure_peak_memory(name, work, 1) for work in works]
     assert measured[0] < measured[1]
     for work, peak in zip(works, measured, strict=True):
         assert peak >= known_bytes(work)[1]
@@ -177,7 +177,7 @@ def test_decoding_takes_memory_too():
     # Outputs of 2 MB, which no freed memory of the start holds.
     work = Workload(V1, 1, 4, 2048, "float32")
     for name in (peers.BASELINE, "DIFF, eager", "DIFF, 8-bit cache, unpacked"):
-        assert Contest("decode", "cpu", 1, (name,)).peak(name, work, 1) >= known_bytes(work)[1]
+        assert PeerComparison("decode", "cpu", 1, (name,)).measure_peak_memory(name, work, 1) >= known_bytes(work)[1]
 
 
 @torch.inference_mode()
@@ -192,12 +192,15 @@ def allocated_by_torch(peer, work):
 
 
 def test_the_baseline_is_always_among_the_entrants():
-    assert list(Contest("attention", "cpu", 1, ("DIFF, eager",)).entrants()) == [peers.BASELINE, "DIFF, eager"]
+    assert list(PeerComparison("attention", "cpu", 1, ("DIFF, eager",)).select_peers()) == [
+        peers.BASELINE,
+        "DIFF, eager",
+    ]
 
 
 def test_unknown_peers_and_workloads_are_refused_with_those_known():
     with pytest.raises(UsageError, match=r"unknown peer 'flush'; choose from Transformer, SDPA flash"):
-        Contest("attention", "cpu", 1, ("flush",))
+        PeerComparison("attention", "cpu", 1, ("flush",))
     with pytest.raises(UsageError, match=r"unknown workload '7B'; choose from 830M"):
         find_model("7B")
     with pytest.raises(UsageError, match="unknown dtype 'float8'"):
@@ -266,6 +269,6 @@ def test_a_wrong_product_or_a_wrong_weight_is_named_and_not_timed(monkeypatch, c
 
 
 def test_random_calls_are_the_same_every_time_and_nowhere_zero():
-    first, second = (peers.differential(WORKS["v1"], "cpu") for _ in range(2))
+    first, second = (peers.make_differential_call(WORKS["v1"], "cpu") for _ in range(2))
     torch.testing.assert_close(first.q[1], second.q[1], rtol=0, atol=0)
     assert bool((first.v != 0).all())

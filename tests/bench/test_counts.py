@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffquant.attention.naive import naive
 from diffquant.benchmarks import roofline
-from diffquant.benchmarks.workloads import MODELS, Model, Workload, differential
+from diffquant.benchmarks.workloads import MODELS, Model, Workload, make_differential_call
 from diffquant.model.walk import count_visible_logits
 from tests.support.tables import in_one_test
 
@@ -28,20 +28,20 @@ def test_v1_takes_6_fused_8_in_four_calls_and_the_transformer_4_units():
     work = prompt(V1)
     unit = 2 * count_visible_logits(2 * 3, 40, 40) * 8
     assert roofline.count_fused_call(work)[0] == 6 * unit
-    assert roofline.count_two_calls(work)[0] == 6 * unit
-    assert roofline.count_four_calls(work)[0] == 8 * unit
+    assert roofline.count_call_per_map(work)[0] == 6 * unit
+    assert roofline.count_call_per_half(work)[0] == 8 * unit
     assert roofline.count_simulated_logits(work)[0] == 8 * unit
     assert roofline.count_transformer(work)[0] == 4 * unit
 
 
 def test_v2_has_no_halves_to_split():
-    assert roofline.count_four_calls(prompt(V2)) == roofline.count_two_calls(prompt(V2))
+    assert roofline.count_call_per_half(prompt(V2)) == roofline.count_call_per_map(prompt(V2))
 
 
 @in_one_test("model", [V1, V2])
 def test_eager_operations_are_what_torch_counts(model):
     work = prompt(model)
-    call = differential(work, "cpu")
+    call = make_differential_call(work, "cpu")
     with FlopCounterMode(display=False) as counter:
         naive(call)
     assert roofline.count_eager(work)[0] == counter.get_total_flops()
@@ -50,7 +50,7 @@ def test_eager_operations_are_what_torch_counts(model):
 @in_one_test("model", [V1, V2])
 def test_a_fused_kernel_moves_its_tensors_once(model):
     work = prompt(model)
-    call = differential(work, "cpu")
+    call = make_differential_call(work, "cpu")
     inputs = {id(x): x for x in (*call.q, *call.k, call.v)}.values()
     output = 2 * 40 * model.pairs * model.value_width * 4
     assert roofline.count_fused_call(work)[1] == sum(x.numel() * 4 for x in inputs) + output
@@ -67,4 +67,4 @@ def test_a_packed_cache_moves_its_bits():
 @in_one_test("name", ["830M", "1.4B", "2.8B", "6.8B", "13.1B"])
 def test_the_papers_models_have_as_many_parameters_as_their_names_say(name):
     said = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
-    assert MODELS[name].parameters == pytest.approx(said, rel=0.015)
+    assert MODELS[name].parameter_count == pytest.approx(said, rel=0.015)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffquant.benchmarks.cells import BenchCell, BenchResult, find_changes, read_result, summarize_changes
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.benchmarks.plots import plots
 from diffquant.benchmarks.report import bench_report, csv_table, markdown
 from diffquant.benchmarks.roofline import hardware_cache_bytes
@@ -57,10 +57,10 @@ def test_shares_of_the_copys_speed_are_marked_where_a_cache_holds_all_that_is_to
     turned = cell("b", [4.0], operations=10**6, bytes=10**6, touched=10**6 + 1)  # several weights in turns
     arithmetic = cell("c", [4.0], operations=10**10, bytes=10**6, touched=10**6)
     found = replace(result(in_cache, turned, arithmetic), machine=machine)
-    assert [found.is_cached(each) for each in found.cells] == [True, False, False]
+    assert [found.is_data_in_cache(each) for each in found.cells] == [True, False, False]
     assert "| 25%, cached |" in markdown(found)
     assert [entry.get("cached") for entry in found.to_dict()["cells"]] == [True, None, None]
-    assert not result(in_cache).is_cached(in_cache)
+    assert not result(in_cache).is_data_in_cache(in_cache)
 
 
 def test_the_largest_cache_is_the_one_that_lscpu_names():
@@ -133,7 +133,7 @@ def test_reports_say_what_is_missing_and_load_nothing():
         cell("<fast>", [1.0], length=512, peak_bytes=10**5, error=1e-7),
         replace(cell("gone", []), missing="it runs only on CUDA", length=512),
     )
-    page = pages.page(bench_report(found, "run", ["bench.json"]))
+    page = pages.render_page(bench_report(found, "run", ["bench.json"]))
     assert page.count("<svg") == 2
     assert "attention: &lt;fast&gt; is 4.50 times as good as base (3B, 512 tokens, batch 1, float32)." in page
     assert "1 of 3 could not be measured." in page
@@ -172,4 +172,4 @@ def test_plots_are_only_of_what_has_lengths(tmp_path):
 
 def test_the_instructions_that_torch_uses_are_there():
     used = _OF_TORCH.get(torch.backends.cpu.get_cpu_capability(), [])
-    assert set(used) <= set(environment()["instructions"])
+    assert set(used) <= set(describe_environment()["instructions"])

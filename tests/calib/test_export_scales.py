@@ -18,7 +18,7 @@ from diffquant.onnx.exporter import export
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.runtime.interface import load_graph
 from diffquant.onnx.runtime.session import OnnxModel
-from diffquant.onnx.verification.caches import cache_scales
+from diffquant.onnx.verification.caches import read_cache_scales
 from diffquant.onnx.verifier import verify
 from diffquant.quantization.loading import load
 from tests.support.checkpoints import SOURCES, write_checkpoint
@@ -49,10 +49,10 @@ def test_scales_are_those_of_the_cache_that_the_exported_model_fills_itself(tmp_
     source = write_checkpoint(tmp_path / "source", name)
     export(source, tmp_path / "float")
     model = OnnxModel(tmp_path / "float", 1)
-    _, cache = model.run(IDS, np.ones_like(IDS), model.empty_cache(len(IDS)), outputs=())
+    _, cache = model.run(IDS, np.ones_like(IDS), model.allocate_cache(len(IDS)), outputs=())
     spec = open_source(source).spec
     export(source, tmp_path / "out", ExportOptions(kv_bits=8), ranges=calibrate_cache(source, ids=torch.tensor(IDS)))
-    scales = cache_scales(load_graph(tmp_path / "out"))
+    scales = read_cache_scales(load_graph(tmp_path / "out"))
     assert scales.keys() == {0, 1}
     for layer, (k_scale, v_scale) in scales.items():
         key, value = (value.numpy() for value in cache[2 * layer : 2 * layer + 2])

@@ -9,9 +9,9 @@ import torch
 
 from diffquant.attention.backends.blocks import attend_by_blocks
 from diffquant.attention.naive import naive
-from diffquant.calib.calibration.calibrate import calibrate, measure_fit
-from diffquant.calib.calibration.observe import by_token, iterate_projections, observe_ranges
-from diffquant.calib.calibration.observers import Magnitudes, Observer, key_ranges
+from diffquant.calib.calibration.calibrate import calibrate, measure_range_quality
+from diffquant.calib.calibration.observe import flatten_tokens, iterate_projections, observe_ranges
+from diffquant.calib.calibration.observers import MagnitudeHistogram, Observer, key_ranges
 from diffquant.checkpoints.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, UsageError
@@ -60,11 +60,11 @@ def test_mse_clips_where_a_search_in_float64_finds_the_least_error(bits):
 @in_one_test("observer", [Observer("absmax"), Observer("percentile", 99.0), Observer("mse", bits=4)])
 def test_ranges_of_counts_are_those_of_the_values(observer):
     x = heavy_tails(20000, 2).abs()
-    heads = [Magnitudes() for _ in range(2)]
+    heads = [MagnitudeHistogram() for _ in range(2)]
     for head, values in zip(heads, x.T, strict=True):
         head.add(values.contiguous())
     counts = torch.stack([head.counts for head in heads])
-    found = observer.ranges_from_histograms(counts, Magnitudes.bin_centers(), x.amax(0))
+    found = observer.ranges_from_histograms(counts, MagnitudeHistogram.bin_centers(), x.amax(0))
     torch.testing.assert_close(found, observer.ranges(x), rtol=0.04, atol=0)
 
 
@@ -86,9 +86,9 @@ def test_no_position_exceeds_the_range_of_a_rotated_key(make):
     spec = model.config.diff_spec
 
     def keys(offset):
-        walk = model.walk(16 + offset)
+        walk = model.new_layer_runner(16 + offset)
         layer = walk.layers[0]
-        rotary = tuple(table[:, offset:] for table in walk.arguments(layer)[0])
+        rotary = tuple(table[:, offset:] for table in walk.layer_arguments(layer)[0])
         _, k, _ = layer.project(walk.embed(ids), rotary)
         return k.transpose(1, 2).flatten(0, 1)
 
@@ -151,7 +151,7 @@ def test_calibrated_ranges_serve_a_model_of_their_recipe():
     model = ours(random_diffllama(num_key_value_heads=4))
     ids = random_ids(4, 31)
     tensors = observe_ranges(model, ids[:2], LAYER_TARGETS, Observer("absmax"))
-    fits = measure_fit(model, ids[2:], tensors, 8, batch_tokens=40)
+    fits = measure_range_quality(model, ids[2:], tensors, 8, batch_tokens=40)
     recipe = Recipe.of(k="8:static", v="8:static", logits="8:static")
     with pytest.raises(UsageError, match="static k, v, logits need calibrated ranges"):
         model.apply_recipe(recipe)
@@ -168,9 +168,9 @@ def test_the_fit_is_that_of_the_values_held_out():
     model = ours(random_llama())
     ids = random_ids(4, 31)
     tensors = observe_ranges(model, ids[:2], ("v",), Observer("percentile", 99.0, bits=6))
-    fits = measure_fit(model, ids[2:], tensors, 6, batch_tokens=40)
+    fits = measure_range_quality(model, ids[2:], tensors, 6, batch_tokens=40)
     with torch.inference_mode():
-        held = by_token(next(iterate_projections(model, ids[2:], 4096))[0][2]).double().numpy()
+        held = flatten_tokens(next(iterate_projections(model, ids[2:], 4096))[0][2]).double().numpy()
     top = tensors["layers.0.v"].double().numpy()
     read_back = np.clip(np.rint(held / (top / 31)), -31, 31) * top / 31
     assert fits[0].clipped == pytest.approx((np.abs(held) > top).mean(), abs=1e-9)
@@ -182,7 +182,7 @@ def test_the_fit_of_logits_counts_those_that_a_query_sees():
     model = ours(random_llama())
     ids = random_ids(4, 31)
     tensors = observe_ranges(model, ids[:2], ("logits",), Observer("percentile", 90.0, bits=6))
-    (fit, *_) = measure_fit(model, ids[2:], tensors, 6, batch_tokens=40)
+    (fit, *_) = measure_range_quality(model, ids[2:], tensors, 6, batch_tokens=40)
     with torch.inference_mode():
         q, k, *_ = next(iterate_projections(model, ids[2:], 4096))[0]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -195,11 +195,11 @@ def test_the_fit_of_logits_counts_those_that_a_query_sees():
 
 def test_ranges_of_another_width_or_target_are_refused():
     ranges = Ranges("", {}, 8, {"layers.0.k": torch.ones(1, 4)})
-    ranges.check(Recipe.of(k="8:static"))
+    ranges.check_recipe(Recipe.of(k="8:static"))
     with pytest.raises(UsageError, match="clipped for 8 bits"):
-        ranges.check(Recipe.of(k="4:static"))
+        ranges.check_recipe(Recipe.of(k="4:static"))
     with pytest.raises(UsageError, match="do not include v"):
-        ranges.check(Recipe.of(v="8:static"))
+        ranges.check_recipe(Recipe.of(v="8:static"))
 
 
 def test_a_file_of_ranges_gives_them_back_and_any_flipped_bit_is_refused(tmp_path):
@@ -229,7 +229,7 @@ def test_ranges_that_no_scale_can_be_made_of_are_refused(tmp_path, value):
 def test_ranges_of_other_heads_or_layers_than_the_model_s_are_refused(tmp_path, change):
     source = open_source(write_checkpoint(tmp_path / "model", "diffllama"))
     spec = source.spec
-    tensors = {f"layers.{n}.k": torch.ones(spec.key_heads, spec.head_dim) for n in range(source.layers)}
+    tensors = {f"layers.{n}.k": torch.ones(spec.key_heads, spec.head_dim) for n in range(source.layer_count)}
     Ranges(source.fingerprint, {}, None, tensors).check_model(source)
     if change == "shape":
         tensors["layers.1.k"] = torch.ones(1)

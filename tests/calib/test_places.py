@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import diffquant
 from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.outliers import find_outliers
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.errors import UsageError
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
@@ -28,7 +28,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture
 def places(tmp_path):
-    return Places({"": "cpu", "model.layers.1": "disk"}, offload_folder=tmp_path / "offload")
+    return OffloadPlan({"": "cpu", "model.layers.1": "disk"}, offload_folder=tmp_path / "offload")
 
 
 def test_outliers_of_a_model_on_disk_are_those_of_one_in_memory(model, places, on_disk):

@@ -26,7 +26,7 @@ from diffquant.calib.search.outputs import search_table, write_search
 from diffquant.calib.search.result import group_by_kind, interpolate_uniform_kl, read_searches
 from diffquant.calib.search.search import Search
 from diffquant.calib.search.sensitivity import OneDnnProducts, Sensitivity
-from diffquant.calib.search.units import Unit, find_measured_parts, find_units, quantize_unit, to_recipe
+from diffquant.calib.search.units import Unit, find_unassigned_units, find_units, quantize_unit, to_recipe
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text
@@ -159,13 +159,13 @@ def test_the_text_that_widths_are_chosen_on_is_not_the_one_they_are_compared_on(
     words = load_text()[:6000]
     (tmp_path / "text.txt").write_text(words)
     read = []
-    windows, score = search_module.encode_windows, search_module.score_text
+    windows, score = search_module.encode_windows, search_module.compute_perplexity
     monkeypatch.setattr(
         search_module, "encode_windows", lambda *given: read.append(("chosen on", given[2])) or windows(*given)
     )
     monkeypatch.setattr(
         search_module,
-        "score_text",
+        "compute_perplexity",
         lambda *given, **more: read.append(("compared on", given[1])) or score(*given, **more),
     )
     options = OPTIONS | {"targets": ("v",), "text": tmp_path / "text.txt"}
@@ -176,7 +176,7 @@ def test_the_text_that_widths_are_chosen_on_is_not_the_one_they_are_compared_on(
 def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoint, tmp_path):
     # Weights in groups of 16 have a bit of scales each, K and V of 8 entries two bits.
     search = Search(checkpoint, Budget.parse("6.6"), tmp_path / "out", **OPTIONS)
-    assert len(search.missing) == 20 * 3
+    assert len(search.missing_measurements) == 20 * 3
     calls = []
     found = search.run(lambda done, total, what: calls.append((done, total)))
     assert (60, 60) in calls
@@ -184,7 +184,7 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
     assert by_name["searched"].kl < by_name["spread evenly"].kl
     assert by_name["searched"].kl < uniform_kl_or(found, by_name)
     assert all(bits <= 6.6 + 1e-9 for bits in found.candidates[0].bits.values())
-    assert not Search(checkpoint, Budget.parse("6.6"), tmp_path / "out", **OPTIONS).missing
+    assert not Search(checkpoint, Budget.parse("6.6"), tmp_path / "out", **OPTIONS).missing_measurements
     recipe_file, data, *pictures, report = write_search(found, tmp_path / "out")
     assert Recipe.read(recipe_file) == found.recipe
     assert json.loads(data.read_text())["candidates"][0]["name"] == "searched"
@@ -276,13 +276,13 @@ def test_a_journal_of_another_device_or_transformers_is_not_taken(checkpoint, tm
 
     first = search()
     first.journal.add(f"{first.units[0].name} {first.units[0].scheme(4)}", {"kl": 0.5, "attention": None})
-    assert len(search().missing) == 60 - 1
+    assert len(search().missing_measurements) == 60 - 1
     # "meta" stands for any other device: nothing runs.
-    assert len(search("meta").missing) == 60
+    assert len(search("meta").missing_measurements) == 60
     installed = importlib.metadata.version
     others = {"transformers": "0.1"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: others.get(name) or installed(name))
-    assert len(search().missing) == 60
+    assert len(search().missing_measurements) == 60
 
 
 @in_one_test("bias", [True, False])
@@ -309,7 +309,7 @@ def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):
     search = Search(checkpoint, Budget.parse("6.6"), tmp_path, **OPTIONS)
     with pytest.raises(KeyboardInterrupt, match=r"7 measurements are kept.*run the same command"):
         search.run(interrupt)
-    assert len(Search(checkpoint, Budget.parse("6.6"), tmp_path, **OPTIONS).missing) == 60 - 7
+    assert len(Search(checkpoint, Budget.parse("6.6"), tmp_path, **OPTIONS).missing_measurements) == 60 - 7
 
 
 @in_one_test(
@@ -415,7 +415,7 @@ FAMILY = {
 def test_parts_are_the_rows_of_each_maps_heads_and_what_stays_at_16_bits(tmp_path, name):
     own_keys, signals, kept = FAMILY[name]
     source = open_source(write_checkpoint(tmp_path / "model", name))
-    parts = find_measured_parts(source, "row")
+    parts = find_unassigned_units(source, "row")
     maps = [projection for projection, is_one in (("q_proj", signals), ("k_proj", own_keys)) if is_one]
     assert {part.kind for part in parts} == {
         *(f"self_attn.{projection}, {of_map}" for projection in maps for of_map in ("signal", "noise")),
@@ -427,7 +427,9 @@ def test_parts_are_the_rows_of_each_maps_heads_and_what_stays_at_16_bits(tmp_pat
         with quantize_unit(model, part, 2):
             rounded = projected(model, ids)
         projection = part.kind.split(".")[1].split(",")[0]
-        heads = (layout.queries if projection == "q_proj" else layout.keys)(rounded[projection] - exact[projection])
+        heads = (layout.view_queries if projection == "q_proj" else layout.view_keys)(
+            rounded[projection] - exact[projection]
+        )
         of_signal = layout.pairs if projection == "q_proj" else layout.kv_pairs
         moved = heads.abs().amax((0, 2, 3)) > 0
         assert moved[:of_signal].all() == part.kind.endswith("signal") == (not moved[of_signal:].any())
@@ -435,7 +437,7 @@ def test_parts_are_the_rows_of_each_maps_heads_and_what_stays_at_16_bits(tmp_pat
     for projection in maps:
         of_maps = [part for part in parts if part.layer == 0 and projection in part.kind]
         rows = torch.cat([part.rows for part in of_maps])
-        assert rows.sort().values.tolist() == list(range(layout.height(projection)))
+        assert rows.sort().values.tolist() == list(range(layout.row_count(projection)))
         if projection == "q_proj":
             assert of_maps[0].elements == signals * of_maps[1].elements
 
@@ -536,7 +538,7 @@ def test_layer_overrides_leave_weights_alone(checkpoint):
         model.model.layers[1].self_attn.k_proj.weight, load(checkpoint).model.layers[1].self_attn.k_proj.weight
     )
     assert [recipe.at_layer(i).k.bits for i in (0, 1)] == [8, 4]
-    assert [a.logits.bits for a in model.attentions] == [6, 16]
+    assert [a.logits.bits for a in model.attention_modules] == [6, 16]
     assert [layer.recipe.k.bits for layer in model.new_cache().layers] == [8, 4]
     with pytest.raises(UsageError, match="match no layer"):
         load(checkpoint, Recipe.of(overrides={"model.layers.7.self_attn.k": "4"}))

@@ -11,14 +11,14 @@ from diffquant.calib.search.outputs import (
     _settings_facts,
     check_same_search,
     check_search_output,
+    compare_with_uniform,
     draw_pareto,
     interpolate_uniform_kl,
     search_report,
-    verdict,
 )
 from diffquant.calib.search.result import group_searches, read_search, read_searches
 from diffquant.errors import OutputExistsError
-from diffquant.reports.page import Section, page
+from diffquant.reports.page import Section, render_page
 from diffquant.reports.plots import new_figure
 from diffquant.reports.tables import Table
 from tests.support.earlier_results import write_recorded
@@ -59,7 +59,7 @@ def test_a_width_that_changes_nothing_is_drawn_and_not_interpolated(folder):
     assert axis.get_yscale() == "linear"
     assert interpolate_uniform_kl(found) is not None
     assert interpolate_uniform_kl(exact) is None
-    assert "KL 0 on held-out text, against 0 of the same widths" in verdict(exact)
+    assert "KL 0 on held-out text, against 0 of the same widths" in compare_with_uniform(exact)
 
 
 def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(folder):
@@ -71,7 +71,7 @@ def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(f
     tables = [block for fold in folds for block in fold.blocks if isinstance(block, Table)]
     assert [len(table.rows) for table in tables] == [90, 210, 210]
     assert tables[1].rows[0][0] == "model.layers.11.mlp.down_proj"
-    text = page(report)
+    text = render_page(report)
     assert text.count("<svg") == 2 + 3
     assert 'href="./search-4.5-bits.json"' in text
 

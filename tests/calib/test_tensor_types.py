@@ -9,7 +9,7 @@ import pytest
 import diffquant
 import diffquant.calib.search.tensor_types as tensor_types_module
 from diffquant.calib.search.result import group_by_kind, kinds_table, kl_per_megabit, read_search
-from diffquant.calib.search.tensor_types import TYPES, check_types_output, check_widths, tensor_types
+from diffquant.calib.search.tensor_types import TYPES, check_ggml_types, check_types_output, format_tensor_types
 from diffquant.errors import OutputExistsError, UsageError
 from tests.support import tiny_lm
 from tests.support.earlier_results import write_recorded
@@ -25,7 +25,7 @@ def found(tmp_path_factory):
 
 def test_every_tensor_gets_the_type_of_its_width_where_names_are_ggufs(found):
     # As parse_tensor_type_file splits the file and lowers names; the first pattern that is found in a name counts.
-    lines = [line.partition("=") for line in tensor_types(found).split()]
+    lines = [line.partition("=") for line in format_tensor_types(found).split()]
     patterns = [(re.compile(pattern.lower()), kind) for pattern, _, kind in lines]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
     assert len(found.measurements) == 210
@@ -41,11 +41,11 @@ def test_every_tensor_gets_the_type_of_its_width_where_names_are_ggufs(found):
 def test_what_no_line_can_say_is_refused_by_name(found):
     odd = replace(found, measurements=[replace(found.measurements[0], kind="self_attn.wq_a")])
     with pytest.raises(UsageError, match=r"no tensors for self_attn\.wq_a"):
-        tensor_types(odd)
+        format_tensor_types(odd)
     with pytest.raises(UsageError, match="ggml has no type for 7 bits"):
-        check_widths(["weights"], [4, 7])
+        check_ggml_types(["weights"], [4, 7])
     with pytest.raises(UsageError, match="only widths of weights"):
-        check_widths(["k", "v"], [4])
+        check_ggml_types(["k", "v"], [4])
 
 
 def test_a_kind_pays_the_sum_of_its_units_over_the_bits_they_save(found):
@@ -65,7 +65,7 @@ def test_a_search_writes_the_lines_where_it_is_told_and_refuses_other_widths_bef
     model, file = tiny_lm.write_llama(tmp_path / "llama"), tmp_path / "types.txt"
     settings = {"windows": 1, "window": 24, "characters": 200, "granularity": "row", "tensor_types": file}
     result = diffquant.search(model, tmp_path / "out", 7, bits="8,6", **settings)
-    assert file.read_text() == tensor_types(result)
+    assert file.read_text() == format_tensor_types(result)
     assert file.read_text().count("=q") >= 7
     with pytest.raises(UsageError, match="ggml has no type for 7 bits"):
         diffquant.search(model, tmp_path / "other", 7, bits="8,7", **settings)

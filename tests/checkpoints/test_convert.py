@@ -113,7 +113,7 @@ def test_a_llama_becomes_a_diff_v2_whose_maps_start_equal(tmp_path, kv_heads, bi
     convert(source, tmp_path / "out", "diff-v2")
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
     spec = open_source(tmp_path / "out").spec
-    assert (spec.pairs, spec.kv_pairs, spec.rope, spec.generation) == (4, kv_heads, "half", "DIFF V2")
+    assert (spec.pairs, spec.kv_pairs, spec.rope, spec.attention_name) == (4, kv_heads, "half", "DIFF V2")
     for name in after.tensors:
         made = after.read(name)
         if "lambda_proj" in name:

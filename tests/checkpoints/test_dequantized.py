@@ -96,7 +96,7 @@ def test_bits_are_lost_only_to_the_dtype_that_is_asked_for(folder, tmp_path):
     plain, packed = open_checkpoint(tmp_path / "plain"), open_checkpoint(folder)
     assert "quantization_config" not in plain.config
     assert plain.tensors.keys() == packed.tensors.keys()
-    assert plain.rounded_as == packed.rounded_as
+    assert plain.earlier_format == packed.earlier_format
     assert all(torch.equal(plain.read(name), packed.read(name).half()) for name in packed.tensors)
     assert torch.equal(load(tmp_path / "plain")(random_ids()).logits, load(folder)(random_ids()).logits)
 
@@ -123,7 +123,7 @@ def test_a_conversion_computes_the_same_and_remembers(folder, tmp_path):
     ids = random_ids()
     wanted = load(folder, dtype=torch.float32)(ids).logits
     torch.testing.assert_close(load(tmp_path / "diff")(ids).logits, wanted, rtol=0, atol=1e-4)
-    assert open_checkpoint(tmp_path / "diff").rounded_as == open_checkpoint(folder).rounded_as
+    assert open_checkpoint(tmp_path / "diff").earlier_format == open_checkpoint(folder).earlier_format
 
 
 def test_a_packed_folder_is_served_as_one_of_16_bits(folder, monkeypatch):
@@ -212,7 +212,7 @@ def test_bits_and_groups_of_one_module_are_those_that_dynamic_gives_it(tmp_path)
     dynamic = {"-:.*lm_head": {}, r"+:.*\.0\.mlp\.up": {"bits": 8, "group_size": 16}, r".*\.0\.mlp\.up": {"bits": 3}}
     edit_entry(tmp_path / "packed", dynamic=dynamic)
     checkpoint = open_checkpoint(tmp_path / "packed")
-    assert checkpoint.rounded_as == "GPTQ 4:g32/8:g16"
+    assert checkpoint.earlier_format == "GPTQ 4:g32/8:g16"
     for module, values in (expected | {f"{UP}.weight": other[f"{UP}.weight"]}).items():
         assert np.array_equal(checkpoint.read(module).numpy(), values)
 
@@ -287,7 +287,7 @@ def test_four_bits_of_bitsandbytes_are_a_map_times_a_block_s_scale(tmp_path):
     expected = write_nf4(tmp_path / "packed")
     checkpoint = open_checkpoint(tmp_path / "packed")
     assert np.array_equal(checkpoint.read(f"{UP}.weight").numpy(), expected)
-    assert checkpoint.rounded_as == "bitsandbytes nf4"
+    assert checkpoint.earlier_format == "bitsandbytes nf4"
     assert checkpoint.output_dtype(f"{UP}.weight") == torch.bfloat16
     assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
 

@@ -141,8 +141,8 @@ def test_a_folder_that_modelopt_exports_is_read_as_modelopt_dequantizes_it(tmp_p
     for name in packed:
         theirs = by_modelopt(kind, stored[name], stored[f"{name}_scale"], stored.get(f"{name}_scale_2"))
         agrees("ModelOpt", f"{kind}: weights read", source.checkpoint.read(name), theirs)
-    assert source.checkpoint.rounded_as == f"ModelOpt {kind}"
-    assert ("keys and values" in source.checkpoint.note) == ("KV" in config)
+    assert source.checkpoint.earlier_format == f"ModelOpt {kind}"
+    assert ("keys and values" in source.checkpoint.engine_difference_note) == ("KV" in config)
     assert torch.isfinite(load(tmp_path / "folder", dtype=torch.float32)(torch.arange(9)[None]).logits).all()
 
 

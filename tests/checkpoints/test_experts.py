@@ -58,7 +58,7 @@ def decoded(folder):
     for module, scheme in packed.items():
         parts = {suffix: stored[module + suffix] for suffix in packed_shapes((32, 96), scheme)}
         rows = next(iter(parts.values())).shape[0]
-        width = stored[f"{module}.weight_shape"][1] if scheme.format.stores_shape else None
+        width = stored[f"{module}.weight_shape"][1] if scheme.format.has_stored_shape else None
         width = int(width) if width is not None else (96 if "down" in module or module.endswith("w2") else 64)
         weights[f"{module}.weight"] = unpack_parts(parts, (rows, width), scheme).bfloat16()
     prefixes = tuple(f"{module}." for module in packed)
@@ -157,7 +157,7 @@ def test_motif_3s_experts_in_nvfp4_lie_as_in_its_makers_release(tmp_path):
     scales_of = {name + part for name in packed for part in ("_weight_scale", "_weight_scale_2")}
     assert stored.keys() == tensors.keys() | scales_of
     source = open_source(tmp_path / "low")
-    assert source.checkpoint.rounded_as == "ModelOpt NVFP4"
+    assert source.checkpoint.earlier_format == "ModelOpt NVFP4"
     simulated = load(tmp_path / "plain", Recipe.of(weights="16", overrides={"*.experts.*": "nvfp4"}))
     opened_again = load(tmp_path / "low")
     for name in packed:

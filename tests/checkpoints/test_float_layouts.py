@@ -18,7 +18,7 @@ from diffquant.quantization.inspection import inspect_checkpoint
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq import descent
-from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damp
+from diffquant.quantization.roundings.gptq.compensation import InputStatistics, compensate, damp
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
@@ -259,7 +259,9 @@ def test_gptq_lowers_the_error_at_the_output_of_correlated_inputs(text):
     x += 0.1 * torch.randn(512, 96, generator=generator)
     scheme = Scheme.parse(text).with_tensor_scale(weight.abs().amax())
     near = decode_codes(*round_to_nearest("", weight, scheme, torch.float32), scheme)
-    compensated = decode_codes(*compensate(weight, Inputs.of(damp(x.mT @ x)), scheme, torch.float32), scheme)
+    compensated = decode_codes(
+        *compensate(weight, InputStatistics.factorize(damp(x.mT @ x)), scheme, torch.float32), scheme
+    )
     errors = [float((x @ (weight - each).mT).square().mean()) for each in (near, compensated)]
     assert errors[1] < 0.6 * errors[0]
 

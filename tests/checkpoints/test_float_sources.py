@@ -139,8 +139,8 @@ def test_a_weight_is_what_compressed_tensors_decompresses(tmp_path, kind):
     for name, values in expected.items():
         agrees("compressed-tensors", f"{kind}: weights read", checkpoint.read(name).to(values.dtype), values)
         assert checkpoint.output_dtype(name) == torch.float16
-    assert checkpoint.rounded_as == f"compressed-tensors {FOLDERS[kind][3]}"
-    assert ("also round inputs" in checkpoint.note) == bool(FOLDERS[kind][2])
+    assert checkpoint.earlier_format == f"compressed-tensors {FOLDERS[kind][3]}"
+    assert ("also round inputs" in checkpoint.engine_difference_note) == bool(FOLDERS[kind][2])
 
 
 @in_one_test("source", ["llama", "diffllama", "unilm-v2"])
@@ -280,7 +280,7 @@ def test_fp8_in_blocks_is_what_transformers_dequantizes(tmp_path):
     assert len(expected) == 14
     for name, values in expected.items():
         agrees("transformers", "fp8 of blocks: weights read", checkpoint.read(name), values)
-    assert checkpoint.rounded_as == "FP8 in blocks of 32x16"
+    assert checkpoint.earlier_format == "FP8 in blocks of 32x16"
     assert torch.isfinite(load(tmp_path / "packed", dtype=torch.float32)(random_ids()).logits).all()
 
 
@@ -344,13 +344,13 @@ def write_vendors_motif3(folder):
 def test_the_vendors_nvfp4_release_of_motif_3_opens_generates_and_is_quantized_again(tmp_path):
     expected = write_vendors_motif3(tmp_path / "vendor")
     source = open_source(tmp_path / "vendor")
-    assert source.checkpoint.rounded_as == "ModelOpt NVFP4"
+    assert source.checkpoint.earlier_format == "ModelOpt NVFP4"
     assert expected
     for name, values in expected.items():
         assert np.array_equal(source.checkpoint.read(name).numpy(), values)
         assert torch.equal(source.checkpoint.read_rows(name, slice(1, 3)), torch.from_numpy(values[1:3]))
         flat = torch.from_numpy(values).flatten(0, 1)
-        assert torch.equal(source.checkpoint.matrix_rows(name, 5, 40), flat[5:40])
+        assert torch.equal(source.checkpoint.read_matrix_rows(name, 5, 40), flat[5:40])
     diffquant.quantize(tmp_path / "vendor", tmp_path / "plain", {"weights": "16"}, dtype=torch.float32)
     stored = load_file(tmp_path / "plain" / "model.safetensors")
     assert all(np.array_equal(stored[name].numpy(), values) for name, values in expected.items())
@@ -393,8 +393,8 @@ def test_a_modelopt_folder_may_mix_formats_and_says_so_in_either_file(tmp_path, 
     checkpoint = open_source(tmp_path / "packed").checkpoint
     for name, values in expected.items():
         assert np.array_equal(checkpoint.read(name).numpy(), values)
-    assert checkpoint.rounded_as in ("ModelOpt NVFP4/FP8", "ModelOpt FP8/NVFP4")
-    assert "whose 3 scales are not used here" in checkpoint.note
+    assert checkpoint.earlier_format in ("ModelOpt NVFP4/FP8", "ModelOpt FP8/NVFP4")
+    assert "whose 3 scales are not used here" in checkpoint.engine_difference_note
     diffquant.quantize(tmp_path / "packed", tmp_path / "plain", {"weights": "16"})
     assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
     ids = random_ids()

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars, validate_repo_id
 
-from diffquant.checkpoints.hub import check_pushable, local_path
+from diffquant.checkpoints.hub import check_pushable, fetch_to_local_path
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
 from tests.support import tiny_lm
@@ -192,13 +192,13 @@ def test_what_cannot_be_pushed_is_said_before_the_work(run, hub, folder, tmp_pat
 def test_a_name_that_the_hub_cannot_have_is_refused_before_it_is_asked(name):
     with pytest.raises(UsageError, match="expected ORG/NAME"):
         check_pushable(name)
-    assert local_path(Path(name)) == Path(name)
+    assert fetch_to_local_path(Path(name)) == Path(name)
 
 
 @in_one_test("name", ["a/b", "a.b-c/d_e-f.1", "a/b@v1--2", "a/" + "b" * 96])
 def test_a_name_that_the_hub_can_have_is_asked_for(tmp_path, monkeypatch, name):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: validate_repo_id(model) or tmp_path)
-    assert local_path(Path(name)) == tmp_path
+    assert fetch_to_local_path(Path(name)) == tmp_path
 
 
 def test_bars_of_progress_are_for_terminals(tmp_path, monkeypatch):
@@ -206,7 +206,7 @@ def test_bars_of_progress_are_for_terminals(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: fetched.append(model) or tmp_path)
     enable_progress_bars()
     try:
-        assert local_path(Path("someone/tiny")) == tmp_path
+        assert fetch_to_local_path(Path("someone/tiny")) == tmp_path
         assert fetched == ["someone/tiny"]
         assert are_progress_bars_disabled()
     finally:

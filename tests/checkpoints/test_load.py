@@ -147,7 +147,7 @@ def test_a_llama_computes_the_same_as_diff_v2(tmp_path, kv_heads):
     source = write_llama(tmp_path / "llama", num_key_value_heads=kv_heads, attention_bias=True)
     convert(source, tmp_path / "v2", "diff-v2")
     plain, differential = load(source), load(tmp_path / "v2")
-    assert differential.config.diff_spec.generation == "DIFF V2"
+    assert differential.config.diff_spec.attention_name == "DIFF V2"
     torch.testing.assert_close(differential(IDS).logits, plain(IDS).logits, rtol=0, atol=1e-5)
 
 

@@ -36,7 +36,7 @@ def test_weights_of_floats_stay_packed(tmp_path, weights):
     packed, expanded = load(tmp_path / "low", packed=True), load(tmp_path / "low")
     layers = packed_layers(packed)
     assert layers
-    assert all(layer.packed.holds_floats for layer in layers.values())
+    assert all(layer.packed.has_float_codes for layer in layers.values())
     # The tensor's scale multiplies what the reader's divides.
     torch.testing.assert_close(packed(IDS).logits, expanded(IDS).logits, rtol=1e-5, atol=1e-5)
     layer = layers["model.layers.0.self_attn.q_proj"].packed

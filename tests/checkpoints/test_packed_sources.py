@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import diffquant
-from diffquant.measure.tasks.perplexity import score_text
+from diffquant.measure.tasks.perplexity import compute_perplexity
 from diffquant.measure.torch_model import TorchModel
 from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.runtime.scoring import OnnxRuntime
@@ -51,14 +51,18 @@ def test_a_packed_source_is_scored_and_exported_as_the_floats_it_holds(tmp_path,
     SOURCES[kind](packed)
     give_words(packed)
     assert kind.partition("/")[0] in inspect_checkpoint(packed).rounded
-    score = score_text(TorchModel(load(packed, dtype="float32"), tiny_lm.tokenizer()), TEXT, window=64, stride=64)
+    score = compute_perplexity(
+        TorchModel(load(packed, dtype="float32"), tiny_lm.tokenizer()), TEXT, window=64, stride=64
+    )
     diffquant.quantize(packed, plain, {"weights": "16"}, dtype="float32")
-    again = score_text(TorchModel(load(plain, dtype="float32"), tiny_lm.tokenizer()), TEXT, window=64, stride=64)
+    again = compute_perplexity(
+        TorchModel(load(plain, dtype="float32"), tiny_lm.tokenizer()), TEXT, window=64, stride=64
+    )
     assert again["perplexity"] == score["perplexity"]
 
     export(packed, onnx, ExportOptions.parse(dtype="float32"))
     assert next(iter(verify(onnx, packed, tolerance=1e-4).tokens.values())).agreement == 1.0
-    exported = score_text(OnnxRuntime().open(onnx, "cpu"), TEXT, window=64, stride=64)
+    exported = compute_perplexity(OnnxRuntime().open(onnx, "cpu"), TEXT, window=64, stride=64)
     assert exported["perplexity"] == pytest.approx(score["perplexity"], rel=1e-3)
 
     # What the user has beside what we make of it.

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from diffquant import Recipe, data, load, quantize
 from diffquant.errors import CheckpointError
-from diffquant.measure.tasks.perplexity import score_text
+from diffquant.measure.tasks.perplexity import compute_perplexity
 from diffquant.measure.torch_model import TorchModel
 from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.runtime.scoring import OnnxRuntime
@@ -70,12 +70,12 @@ def test_a_source_goes_the_whole_way(source, tmp_path):
     model = load(low, dtype=torch.float32)
     ids = torch.tensor([0, *tiny_lm.tokenizer().encode(TEXT)])
     nll = cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]).item()
-    score = score_text(TorchModel(model, tiny_lm.tokenizer()), TEXT, window=224, stride=224)
+    score = compute_perplexity(TorchModel(model, tiny_lm.tokenizer()), TEXT, window=224, stride=224)
     assert score["perplexity"] == pytest.approx(math.exp(nll), rel=1e-4)
 
     export(low, onnx, ExportOptions.parse(accuracy_level=1))
     assert next(iter(verify(onnx, low, tolerance=1e-4).tokens.values())).agreement == 1.0
-    exported = score_text(OnnxRuntime().open(onnx, "cpu"), TEXT, window=224, stride=224)
+    exported = compute_perplexity(OnnxRuntime().open(onnx, "cpu"), TEXT, window=224, stride=224)
     assert exported["perplexity"] == pytest.approx(score["perplexity"], rel=1e-3)
 
 

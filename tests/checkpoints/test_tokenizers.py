@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from diffquant import data
-from diffquant.checkpoints.tokenizer import explain_class_difference, load_tokenizer
+from diffquant.checkpoints.tokenizer import explain_tokenizer_difference, load_tokenizer
 from diffquant.errors import CheckpointError
 from diffquant.onnx.exporter import export
 from diffquant.quantization.quantize import quantize
@@ -111,8 +111,8 @@ def test_what_is_read_otherwise_by_the_class_is_said_and_nothing_where_it_agrees
     assert "differs: text is split by tokenizer.json" in record.getMessage()
     assert "Qwen2Tokenizer would encode" in record.getMessage()
     # As `serve` says of vLLM, which loads the class.
-    assert explain_class_difference(tmp_path / "differs") in record.getMessage()
-    assert explain_class_difference(tmp_path / "agrees") == ""
+    assert explain_tokenizer_difference(tmp_path / "differs") in record.getMessage()
+    assert explain_tokenizer_difference(tmp_path / "agrees") == ""
 
 
 @pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}])

@@ -164,10 +164,10 @@ def test_free_bytes_are_those_of_the_nearest_folder_that_exists(tmp_path):
 
 def test_all_of_an_output_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
     synced, destination = [], tmp_path / "out"
-    monkeypatch.setattr(staging, "sync", lambda path: synced.append((path, destination.exists())))
+    monkeypatch.setattr(staging, "sync_to_disk", lambda path: synced.append((path, destination.exists())))
     with stage_output(destination, {}, 0, overwrite=False) as stage:
         (stage.folder / "config.json").write_text("{}")
-        stage.finish("config.json", {})
+        stage.record_finished("config.json", {})
         synced.clear()
         partial = stage.folder
     assert {path for path, _ in synced} == {partial, partial / "config.json", partial / RECORD}

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from diffquant.onnx.graph.op import OpAttributes
+from diffquant.onnx.graph.op import AttentionAttributes
 
 Arrays = Mapping[str, np.ndarray]
 
 
-def compute(attributes: OpAttributes, inputs: Arrays) -> dict[str, np.ndarray]:
+def compute(attributes: AttentionAttributes, inputs: Arrays) -> dict[str, np.ndarray]:
     """Outputs of one call by name; rows that the page leaves open are zero."""
     call = _Call(attributes, inputs)
     present = {part: call.stored(part) for part in ("key", "value")}
@@ -32,7 +32,7 @@ def spans(inputs: Arrays) -> list[tuple[int, int]]:
 class _Call:
     """A call's sizes, by the page's letters."""
 
-    def __init__(self, attributes: OpAttributes, inputs: Arrays) -> None:
+    def __init__(self, attributes: AttentionAttributes, inputs: Arrays) -> None:
         self.attributes, self.inputs = attributes, inputs
         self.h, self.h_kv = attributes.num_pairs, attributes.num_kv_pairs
         self.r = attributes.signals_per_noise

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from diffquant.onnx.graph.body import BodyKind, body
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
+from diffquant.onnx.graph.body import BodyKind, make_function_body
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes, schema
 from diffquant.onnx.options import DEFAULT_OPSET, IR_VERSION
 
 OUTPUTS = ("output", "present_key", "present_value")
@@ -27,7 +27,7 @@ class Vector:
     """
 
     name: str
-    attributes: OpAttributes
+    attributes: AttentionAttributes
     inputs: Mapping[str, np.ndarray]
     outputs: Mapping[str, np.ndarray]
 
@@ -47,7 +47,7 @@ class Made:
     """A vector to make.
 
     Attributes:
-        attributes: attributes that differ from `OpAttributes` of four pairs over two KV pairs in generation 1.
+        attributes: attributes that differ from `AttentionAttributes` of four pairs over two KV pairs in generation 1.
         lengths: number of tokens of each sequence after the call.
         new: number T of new tokens; all of the longest sequence by default, which is a first call.
         past: number P of rows of the past; absent where it is None.
@@ -75,7 +75,9 @@ class Made:
         return row // 2 if self.generation == 1 else row
 
 
-def random_inputs(attributes: OpAttributes, made: Made, width: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def random_inputs(
+    attributes: AttentionAttributes, made: Made, width: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
     """Random inputs of heads d wide, in steps of 1/64, which are short to write and exact in every type."""
     h, h_kv = attributes.num_pairs, attributes.num_kv_pairs
     row = width * (2 if attributes.generation == 1 else 1)
@@ -124,7 +126,9 @@ def one_node(vector: Vector, kind: BodyKind | None) -> onnx.ModelProto:
     outputs = [_declared(name, vector.outputs[name]) for name in OUTPUTS]
     names = [p.name if p.name in given else "" for p in schema().inputs]
     node = helper.make_node(NAME, names, list(OUTPUTS), domain=DOMAIN, **attributes.to_dict())
-    functions = [body(kind, attributes, vector.width, DEFAULT_OPSET, vector.is_cached, gates)] if kind else []
+    functions = (
+        [make_function_body(kind, attributes, vector.width, DEFAULT_OPSET, vector.is_cached, gates)] if kind else []
+    )
     domains = {"": DEFAULT_OPSET, DOMAIN: VERSION} | ({CONTRIB: 1} if kind == "contrib" else {})
     return helper.make_model(
         helper.make_graph([node], "vector", inputs, outputs),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from diffquant.onnx.graph.op import VERSION, OpAttributes
+from diffquant.onnx.graph.op import VERSION, AttentionAttributes
 from tests.conformance.formula import compute
 from tests.conformance.op_call import OUTPUTS, Made, Vector, random_inputs
 
@@ -81,7 +81,7 @@ def read_vectors(file: Path = FILE) -> list[Vector]:
     return [
         Vector(
             entry["name"],
-            OpAttributes(**entry["attributes"]),
+            AttentionAttributes(**entry["attributes"]),
             {name: _array(tensor) for name, tensor in entry["inputs"].items()},
             {name: _array(entry[name]) for name in OUTPUTS},
         )
@@ -105,7 +105,7 @@ def write_vectors(vectors: list[Vector], file: Path = FILE) -> None:
 
 def _make(name: str, made: Made, seed: int) -> Vector:
     base: dict[str, Any] = {"num_pairs": 4, "num_kv_pairs": 2, "generation": 1, "scale": made.width**-0.5}
-    attributes = OpAttributes(**base | dict(made.attributes))
+    attributes = AttentionAttributes(**base | dict(made.attributes))
     inputs = random_inputs(attributes, made, made.width, np.random.default_rng(seed))
     computed = compute(attributes, inputs)
     kinds = {"output": inputs["query"].dtype}

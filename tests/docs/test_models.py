@@ -46,7 +46,8 @@ def cases_of(file: str, test: str) -> set[object]:
     """The values that a test is parametrized by."""
     module = import_module(file.removesuffix(".py").replace("/", "."))
     marks = [mark for mark in getattr(module, test).pytestmark if mark.name == "parametrize"]
-    return {getattr(case, "values", (case,))[0] for mark in marks for case in mark.args[1]}
+    cases = [getattr(case, "values", case) for mark in marks for case in mark.args[1]]
+    return {case[0] if isinstance(case, tuple) else case for case in cases}
 
 
 def test_a_tick_of_a_test_about_several_models_names_the_case_that_is_the_models_own():

@@ -33,10 +33,10 @@ def library():
 @pytest.fixture(params=("plain", "avx2", "avx512"))
 def kernel(request, library):
     """Path of the native library, which uses each instruction set of this machine in turn."""
-    from diffquant.onnx.native import kernel_name, use_kernel
+    from diffquant.onnx.native import attention_instruction_set, use_attention_kernel
 
-    best = kernel_name()
-    if not use_kernel(request.param):
+    best = attention_instruction_set()
+    if not use_attention_kernel(request.param):
         pytest.skip(f"this processor has no {request.param}")
     yield library
-    use_kernel(best)
+    use_attention_kernel(best)

@@ -9,8 +9,8 @@ import onnx
 import pytest
 
 from diffquant.errors import UsageError
-from diffquant.onnx.graph.op import OpAttributes
-from diffquant.onnx.native import matmul_kernel_name
+from diffquant.onnx.graph.op import AttentionAttributes
+from diffquant.onnx.native import matmul_instruction_set
 from tests.export.test_matmul import inputs as matmul_inputs
 from tests.export.test_matmul import matmul_model
 from tests.support import attention_cases, head_cases
@@ -100,7 +100,7 @@ def try_all(op):
 
 @in_one_test("op", OPS)
 def test_any_attributes_are_computed_or_refused_by_name(library, op):
-    if op == "MatMulNBits" and not matmul_kernel_name():
+    if op == "MatMulNBits" and not matmul_instruction_set():
         pytest.skip("ONNX Runtime's own products are used here")
     code = f"from tests.export.test_attributes import try_all; try_all({op!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
@@ -159,4 +159,4 @@ def test_sizes_beside_a_zero_whose_products_overflow_are_refused(library, shape)
 @in_one_test("scale", [0.0, np.nan, np.inf])
 def test_a_scale_that_is_no_factor_is_no_attribute(scale):
     with pytest.raises(UsageError, match=f"scale is {scale}; it must be a finite number other than 0"):
-        OpAttributes(num_pairs=2, num_kv_pairs=1, generation=1, scale=scale)
+        AttentionAttributes(num_pairs=2, num_kv_pairs=1, generation=1, scale=scale)

@@ -272,7 +272,7 @@ def test_an_empty_model_is_refused_by_file(folder):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda model, ids: model.run(ids, np.ones_like(ids), model.empty_cache(1)),
+        lambda model, ids: model.run(ids, np.ones_like(ids), model.allocate_cache(1)),
         lambda model, ids: InPlaceDecoder(model, *ids.shape).step(ids),
     ],
     ids=["growing", "in place"],

@@ -9,7 +9,7 @@ from diffquant.checkpoints.source import open_source
 from diffquant.errors import ToleranceError
 from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.files import model_file
-from diffquant.onnx.graph.plan import op_spec
+from diffquant.onnx.graph.plan import attention_spec
 from diffquant.onnx.native import OVERRIDE
 from diffquant.onnx.verifier import body_problems
 from tests.support.checkpoints import write_checkpoint
@@ -53,7 +53,7 @@ def exported(tmp_path_factory):
 
 def graph_and_width(checkpoint, folder):
     graph = onnx.load(model_file(folder), load_external_data=False)
-    return graph, op_spec(open_source(checkpoint).architecture).head_dim
+    return graph, attention_spec(open_source(checkpoint).architecture).head_dim
 
 
 @in_one_test("name", EXPORTS)

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
 from diffquant.errors import UsageError
-from diffquant.onnx.graph.body import body
+from diffquant.onnx.graph.body import make_function_body
 from diffquant.onnx.graph.nodes import inline_functions
 from diffquant.recipe.scheme import Scheme
 from tests.support.attention_cases import (
@@ -195,15 +195,15 @@ def test_the_pure_body_is_standard_onnx(case):
 
 def test_the_contrib_body_is_one_attention():
     for case in CASES.values():
-        ops = [node.op_type for node in body("contrib", case.attributes, case.width, 23).node]
+        ops = [node.op_type for node in make_function_body("contrib", case.attributes, case.width, 23).node]
         assert ops.count("GroupQueryAttention") == 1
         assert not [op for op in ops if re.search("MatMul|Softmax|Attention$", op) and op != "GroupQueryAttention"]
 
 
 def test_what_a_body_cannot_compute_is_refused():
     with pytest.raises(UsageError, match="multiples of 16 wide, not 24"):
-        body("contrib", Case(width=12).attributes, 12, 23)
+        make_function_body("contrib", Case(width=12).attributes, 12, 23)
     with pytest.raises(UsageError, match=r"cannot quantize them.*not 6"):
-        body("contrib", Case(logits=Scheme.parse("4:row"), kv_bits=6).attributes, 16, 23)
+        make_function_body("contrib", Case(logits=Scheme.parse("4:row"), kv_bits=6).attributes, 16, 23)
     with pytest.raises(UsageError, match="not 6"):
-        body("pure", Case(kv_bits=6).attributes, 16, 23)
+        make_function_body("pure", Case(kv_bits=6).attributes, 16, 23)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffquant.errors import ToleranceError
-from diffquant.onnx.graph.op import OpAttributes, schema
+from diffquant.onnx.graph.op import AttentionAttributes, schema
 from diffquant.onnx.native import library_path
 from tests.conformance import __main__ as program
 from tests.conformance.implementations import IMPLEMENTATIONS, judge
@@ -15,7 +15,7 @@ from tests.conformance.vectors import make_vectors, read_vectors, write_vectors
 from tests.support.tables import in_one_test
 
 VECTORS = read_vectors()
-PLAIN = OpAttributes(4, 2, 1, 0.5)
+PLAIN = AttentionAttributes(4, 2, 1, 0.5)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

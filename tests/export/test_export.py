@@ -20,7 +20,7 @@ from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.architectures.transformer import TransformerDecoder
 from diffquant.onnx.files import DATA_FILE, MODEL_FILE
 from diffquant.onnx.graph import plan, streaming
-from diffquant.onnx.graph.matrix import op_layout
+from diffquant.onnx.graph.matrix import attention_head_layout
 from diffquant.onnx.graph.op import schema
 from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.session import OnnxModel
@@ -115,7 +115,7 @@ def test_the_plain_transformer_takes_the_same_options(checkpoint, tmp_path, prec
 def test_logits_equal_stock_transformers_to_the_end_of_the_context(checkpoint, tmp_path):
     ids = random_ids(2, SIZES["max_position_embeddings"]).numpy()
     model = OnnxModel(exported(checkpoint("diffllama"), tmp_path / "out"), 1, every_position=True)
-    (logits,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(2))
+    (logits,), _ = model.run(ids, np.ones_like(ids), model.allocate_cache(2))
     oracle = DiffLlamaForCausalLM.from_pretrained(checkpoint("diffllama")).eval()(torch.from_numpy(ids)).logits
     np.testing.assert_allclose(logits, oracle.numpy(), rtol=0, atol=2e-5)
 
@@ -153,7 +153,7 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
         packed = pack_weight(source.read(module + ".weight"), scheme)
         width = int(packed["weight_shape"][1])
         codes, scale = unpack(packed["weight_packed"], scheme.bits, width), packed["weight_scale"].float()
-        order = adapter.rows_as(op_layout(adapter.architecture.diff_spec), module + ".weight")
+        order = adapter.layout_row_order(attention_head_layout(adapter.architecture.diff_spec), module + ".weight")
         rows = slice(None) if order is None else order
         stored = from_container(held(module + ".weight_codes"), 4 if scheme.bits <= 4 else 8)[:, :width]
         np.testing.assert_array_equal(stored, codes[rows].numpy())
@@ -245,17 +245,17 @@ def test_gates_that_a_recipe_names_are_read_from_their_codes(checkpoint, tmp_pat
 @in_one_test("kv_bits", [16, 8, 4])
 def test_the_graph_is_built_once(checkpoint, tmp_path, monkeypatch, kv_bits):
     plans = []
-    emit = TransformerDecoder.emit
-    monkeypatch.setattr(TransformerDecoder, "emit", lambda decoder: plans.append(decoder) or emit(decoder))
+    emit = TransformerDecoder.add_all_nodes
+    monkeypatch.setattr(TransformerDecoder, "add_all_nodes", lambda decoder: plans.append(decoder) or emit(decoder))
     exported(checkpoint("unilm-v1"), tmp_path / "out", kv_bits=kv_bits, weights="4:g32")
     assert len(plans) == 1
 
 
 def test_each_matrix_is_planned_once(checkpoint, tmp_path, monkeypatch):
     names = []
-    read = plan.read_matrix
+    read = plan.open_matrix
     monkeypatch.setattr(
-        plan, "read_matrix", lambda source, name, *rest: names.append(name) or read(source, name, *rest)
+        plan, "open_matrix", lambda source, name, *rest: names.append(name) or read(source, name, *rest)
     )
     exported(checkpoint("diffllama"), tmp_path / "out", weights="4:g32", embed_bits=8)
     assert len(names) == len(set(names)) == 2 * 7 + 2
@@ -296,14 +296,14 @@ def test_a_matrix_in_many_blocks_of_rows_is_the_same_in_the_file_and_no_block_is
     checkpoint, tmp_path, monkeypatch
 ):
     whole = exported(checkpoint("unilm-v1"), tmp_path / "whole")
-    put, sizes = streaming.PlacedFile.put, []
+    put, sizes = streaming.PreallocatedFile.put, []
 
     def watched(file, data, offset):
         sizes.append(len(data))
         put(file, data, offset)
 
     widest = SIZES["intermediate_size"]
-    monkeypatch.setattr(streaming.PlacedFile, "put", watched)
+    monkeypatch.setattr(streaming.PreallocatedFile, "put", watched)
     monkeypatch.setattr(streaming, "BLOCK_ELEMENTS", widest)
     blocks = exported(checkpoint("unilm-v1"), tmp_path / "blocks")
     assert (blocks / DATA_FILE).read_bytes() == (whole / DATA_FILE).read_bytes()

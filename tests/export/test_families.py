@@ -89,7 +89,7 @@ def test_a_float_export_is_proved_and_its_tokens_are_torchs(family, tmp_path):
     ids = generator.text.encode(PROMPT)
     wanted = torch_tokens(family, ids)
     assert decoded(folder, ids) == wanted
-    made = list(generator.tokens(ids, NEW))
+    made = list(generator.generate_tokens(ids, NEW))
     assert len(made) > 1
     assert made == wanted[: len(made)]
 
@@ -108,7 +108,7 @@ def test_scores_are_torchs(family, tmp_path):
     model = OnnxRuntime().open(folder, "cpu")
     ids = random_ids(2, 19, 3) % tiny_lm.WORDS
     wanted = diffquant.load(family, dtype=torch.float32)(ids).logits
-    torch.testing.assert_close(model.read(ids).logits(), wanted, rtol=0, atol=2e-4)
+    torch.testing.assert_close(model.compute_outputs(ids).logits(), wanted, rtol=0, atol=2e-4)
 
 
 def test_states_and_latents_pass_through_onnxruntime_genai(own_decoder, tmp_path):
@@ -156,13 +156,13 @@ def test_the_example_feeds_states(phi, tmp_path):
 
 def test_states_take_no_more_for_a_longer_text(phi, tmp_path):
     model = OnnxModel(exported(phi, tmp_path / "out"), 1)
-    cache = model.check_cache()
+    cache = model.require_cache()
     ids = random_ids(1, 30, 4).numpy() % tiny_lm.WORDS
     sizes = []
     for length in (5, 30):
-        _, kept = model.run(ids[:, :length], np.ones((1, length), np.int64), model.empty_cache(1))
+        _, kept = model.run(ids[:, :length], np.ones((1, length), np.int64), model.allocate_cache(1))
         sizes.append(sum(value.numpy().nbytes for value in kept))
-    assert sizes == [5 * cache.row_bytes + cache.state_bytes, 30 * cache.row_bytes + cache.state_bytes]
+    assert sizes == [5 * cache.bytes_per_token + cache.state_bytes, 30 * cache.bytes_per_token + cache.state_bytes]
 
 
 def windowed(layer, window):
@@ -225,6 +225,6 @@ def test_a_graph_of_states_needs_no_library(sound):
     logits = []
     for native in (True, False):
         model = OnnxModel(sound, 1, every_position=True, native=native)
-        (of_all,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+        (of_all,), _ = model.run(ids, np.ones_like(ids), model.allocate_cache(1))
         logits.append(of_all)
     np.testing.assert_allclose(*logits, rtol=0, atol=2e-4)

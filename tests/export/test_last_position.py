@@ -32,7 +32,7 @@ def test_each_sequence_of_a_padded_batch_has_its_own_last_logits_and_so_has_the_
     source, folder = exported
     oracle, model = DiffLlamaForCausalLM.from_pretrained(source).eval(), OnnxModel(folder, 1)
     ids, mask = padded()
-    (logits,), cache = model.run(ids.numpy(), mask.numpy(), model.empty_cache(len(ids)))
+    (logits,), cache = model.run(ids.numpy(), mask.numpy(), model.allocate_cache(len(ids)))
     assert logits.shape[:2] == (len(ids), 1)
     for row, length, given in zip(ids, LENGTHS, logits, strict=True):
         wanted = oracle(row[None, :length]).logits[0, -1]
@@ -50,7 +50,7 @@ def test_the_same_folder_gives_the_logits_of_every_position(exported):
     _, folder = exported
     last, every = OnnxModel(folder, 1), OnnxModel(folder, 1, every_position=True)
     ids, mask = (tensor.numpy() for tensor in padded())
-    given, whole = (model.run(ids, mask, model.empty_cache(len(ids)))[0][0] for model in (last, every))
+    given, whole = (model.run(ids, mask, model.allocate_cache(len(ids)))[0][0] for model in (last, every))
     assert whole.shape[:2] == ids.shape
     assert (last.gives_every_position, every.gives_every_position) == (False, True)
     for of, row, length in zip(given, whole, LENGTHS, strict=True):

@@ -76,7 +76,7 @@ def test_ranges_are_of_what_the_models_cache_keeps(motif3):
 def test_a_cache_holds_a_latent_as_a_key_and_the_same_codes_as_a_value(motif3, tmp_path):
     model = OnnxModel(exported(motif3, tmp_path / "out", kv_bits=8), 1)
     ids = random_ids(1, 12).numpy()
-    _, rows = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+    _, rows = model.run(ids, np.ones_like(ids), model.allocate_cache(1))
     for key, value in zip(rows[0::2], rows[1::2], strict=True):
         keys, values = key.numpy(), value.numpy()
         assert keys.shape == (1, 1, 12, LATENT + MOTIF3["qk_rope_head_dim"])
@@ -92,10 +92,10 @@ def test_a_token_runs_its_own_experts_whatever_stands_beside_it(motif3, tmp_path
     lengths = [20, 11, 1]
     wanted = diffquant.load(motif3, dtype=torch.float32)(torch.from_numpy(ids)).logits.numpy()
     mask = np.array([[column < length for column in range(20)] for length in lengths]).astype(np.int64)
-    (padded,), cache = model.run(ids * mask, mask, model.empty_cache(3))
+    (padded,), cache = model.run(ids * mask, mask, model.allocate_cache(3))
     for got, of, length in zip(padded, wanted, lengths, strict=True):
         np.testing.assert_allclose(got[:length], of[:length], rtol=0, atol=2e-4)
-    cache = model.empty_cache(1)
+    cache = model.allocate_cache(1)
     for end in range(1, 12):
         (last,), cache = model.run(ids[1:2, end - 1 : end], np.ones((1, end), np.int64), cache)
         np.testing.assert_allclose(last[0, 0], wanted[1, end - 1], rtol=0, atol=2e-4)
@@ -122,7 +122,7 @@ def test_experts_in_the_makers_nvfp4_are_exported_as_the_floats_of_their_codes(t
     diffquant.quantize(wide, low, Recipe.of(weights="16", overrides={"*.experts.*": "nvfp4"}))
     model = OnnxModel(exported(low, tmp_path / "out"), 1, every_position=True)
     ids = random_ids(1, 15)
-    (logits,), _ = model.run(ids.numpy(), np.ones((1, 15), np.int64), model.empty_cache(1))
+    (logits,), _ = model.run(ids.numpy(), np.ones((1, 15), np.int64), model.allocate_cache(1))
     wanted = diffquant.load(low, dtype=torch.float32)(ids).logits
     assert (wanted - diffquant.load(wide, dtype=torch.float32)(ids).logits).abs().max() > 0.01
     torch.testing.assert_close(torch.from_numpy(logits), wanted, rtol=0, atol=2e-4)

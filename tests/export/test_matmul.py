@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from diffquant.onnx.graph.op import CONTRIB
 from diffquant.onnx.graph.ops import matmul_function
-from diffquant.onnx.native import matmul_calls, matmul_kernel_name
+from diffquant.onnx.native import count_matmul_calls, matmul_instruction_set
 from diffquant.onnx.native.build import SOURCES, find_compiler
 from diffquant.onnx.options import DEFAULT_OPSET, IR_VERSION
 from diffquant.onnx.runtime.session import session_options
@@ -145,9 +145,9 @@ def test_sessions_run_the_library_s_product_where_it_is_registered_and_the_body_
     wanted = oracle(x, codes, scales, 32, bits)
     for native in (True, False):
         session = ort.InferenceSession(model, session_options(2, native), providers=["CPUExecutionProvider"])
-        calls = matmul_calls()
+        calls = count_matmul_calls()
         (y,) = session.run(None, {"x": x.reshape(3, 10, 100)})
-        assert matmul_calls() == calls + (native and matmul_kernel_name() is not None)
+        assert count_matmul_calls() == calls + (native and matmul_instruction_set() is not None)
         assert y.shape == (3, 10, 40)
         np.testing.assert_allclose(y.reshape(30, 40), wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
 
@@ -156,7 +156,7 @@ def test_threads_of_a_session_give_one_thread_s_bits(library):
     x, stored, scales, _ = inputs(150, 200, 800, 32, 4)
     model = matmul_model(stored, scales, 800, 4, 32)
     native = ctypes.CDLL(str(library)).diffquant_matmul
-    name = matmul_kernel_name()
+    name = matmul_instruction_set()
     if name is None:
         pytest.skip("this processor has no kernel that beats ONNX Runtime's products")
     wanted = product(native, x, stored, scales, 32, 4, name.encode())
@@ -184,7 +184,7 @@ print(library.diffquant_matmul_kernel_name().decode(), library.diffquant_use_mat
 """
 
 
-@pytest.mark.skipif(matmul_kernel_name() != "amx", reason="this processor has no matrix unit")
+@pytest.mark.skipif(matmul_instruction_set() != "amx", reason="this processor has no matrix unit")
 def test_where_the_system_denies_its_tiles_the_matrix_unit_is_left_alone(library):
     ran = subprocess.run([sys.executable, "-c", _DENIED, str(library)], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["avx512vnni", "0"]

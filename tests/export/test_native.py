@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from diffquant.onnx.native import kernel_calls
+from diffquant.onnx.native import count_attention_calls
 from diffquant.recipe.scheme import Scheme
 from tests.support.attention_cases import Case, codes_in, expected, feed, on_a_lattice, one_node, quotients
 from tests.support.native_cases import inputs_of, native, past_of, session
@@ -267,12 +267,12 @@ def test_the_kernel_takes_the_place_of_the_body(library, level):
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.register_custom_ops_library(str(library))
-    before = kernel_calls()
+    before = count_attention_calls()
     model = one_node(case, "contrib").SerializeToString()
     output = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(None, inputs)[0]
-    assert kernel_calls() == before + 1
+    assert count_attention_calls() == before + 1
     body = session(one_node(case, "contrib"), None).run(None, inputs)[0]
-    assert kernel_calls() == before + 1
+    assert count_attention_calls() == before + 1
     np.testing.assert_allclose(output, body, rtol=0, atol=1e-5)
 
 
@@ -406,9 +406,9 @@ def test_a_node_of_version_1_is_served(library):
     node.attribute.remove(next(a for a in node.attribute if a.name == "signals_per_noise"))
     model.opset_import[1].version = 1
     inputs = inputs_of(case, 1, 9)
-    before = kernel_calls()
+    before = count_attention_calls()
     output = session(model, library).run(None, feed(inputs, slice(0, 9), past_of(case, 1, 0)))[0]
-    assert kernel_calls() == before + 1
+    assert count_attention_calls() == before + 1
     assert_close(output, expected(case, inputs, slice(0, 9)))
 
 

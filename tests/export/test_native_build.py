@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffquant.errors import UsageError
-from diffquant.onnx.native import kernel_name, library_path
+from diffquant.onnx.native import attention_instruction_set, library_path
 from diffquant.onnx.native.build import LIBRARY
 
 
@@ -24,7 +24,7 @@ def test_an_override_names_another_library_or_none(monkeypatch, tmp_path):
     assert library_path() == other
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", "")
     assert library_path() is None
-    assert kernel_name() is None
+    assert attention_instruction_set() is None
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(tmp_path / "none.so"))
     with pytest.raises(UsageError, match=r"none\.so, which is not a file"):
         library_path()

@@ -7,7 +7,7 @@ import pytest
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
-from diffquant.onnx.graph.op import OpAttributes, schema
+from diffquant.onnx.graph.op import AttentionAttributes, schema
 from diffquant.onnx.graph.ops import (
     causal_convolution_schema,
     matmul_schema,
@@ -70,7 +70,7 @@ def test_page_and_schema_name_the_same_attributes(op):
 
 
 def test_the_page_lists_attributes_as_nodes_have_them():
-    assert [row[0] for row in table("Attributes")] == list(OpAttributes(2, 1, 2, 0.5).to_dict())
+    assert [row[0] for row in table("Attributes")] == list(AttentionAttributes(2, 1, 2, 0.5).to_dict())
 
 
 @in_one_test(
@@ -87,4 +87,4 @@ def test_the_page_lists_attributes_as_nodes_have_them():
 def test_attributes_that_mean_nothing_are_refused(wrong, message):
     right = {"num_pairs": 4, "num_kv_pairs": 2, "generation": 1, "scale": 0.25}
     with pytest.raises(UsageError, match=message):
-        OpAttributes(**right | wrong)
+        AttentionAttributes(**right | wrong)

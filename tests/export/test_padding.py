@@ -62,7 +62,7 @@ def batch_of(name):
 
 def calls(model, ids, mask, lengths):
     """Logits [B, sum, V] of calls that read so many columns each."""
-    end, cache, parts = 0, model.empty_cache(len(ids)), []
+    end, cache, parts = 0, model.allocate_cache(len(ids)), []
     for length in lengths:
         end += length
         (logits,), cache = model.run(ids[:, end - length : end], mask[:, :end], cache)
@@ -145,7 +145,7 @@ def test_a_mask_that_hides_the_only_new_token_is_refused(exported):
     """As masks of earlier versions did, whose columns were not those of the tokens."""
     _, folder = exported("diffllama", "portable")
     model = OnnxModel(folder, 1)
-    _, cache = model.run(np.full((2, 3), 5), np.array([[1, 1, 1], [1, 0, 0]]), model.empty_cache(2))
+    _, cache = model.run(np.full((2, 3), 5), np.array([[1, 1, 1], [1, 0, 0]]), model.allocate_cache(2))
     with pytest.raises(CheckpointError, match="attention_mask is 0 for the only new token of a sequence"):
         model.run(np.full((2, 1), 5), np.array([[1, 1, 1, 1], [1, 1, 0, 0]]), cache)
 
@@ -153,6 +153,6 @@ def test_a_mask_that_hides_the_only_new_token_is_refused(exported):
 def test_padding_behind_a_cache_is_refused_where_a_scale_of_logits_spans_rows(exported):
     _, folder = exported("diffllama", "logits per tensor")
     model = OnnxModel(folder, 1)
-    _, cache = model.run(np.full((1, 3), 5), np.ones((1, 3), np.int64), model.empty_cache(1))
+    _, cache = model.run(np.full((1, 3), 5), np.ones((1, 3), np.int64), model.allocate_cache(1))
     with pytest.raises(CheckpointError, match="would change the scale of quantized logits"):
         model.run(np.full((1, 3), 5), np.array([[1, 1, 1, 1, 1, 0]]), cache)

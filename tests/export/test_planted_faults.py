@@ -13,7 +13,7 @@ from diffquant.errors import ToleranceError
 from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.graph.op import CONTRIB
 from diffquant.onnx.native import build as native_build
-from diffquant.onnx.native import kernel_calls
+from diffquant.onnx.native import count_attention_calls
 from diffquant.onnx.native.build import LIBRARY, SOURCES, build, find_compiler
 from diffquant.onnx.verification import passages, reference
 from diffquant.recipe import Recipe
@@ -505,13 +505,13 @@ def test_a_fault_in_the_native_kernel_is_refused(exported, faulty_kernel, monkey
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(faulty_kernel))
     monkeypatch.setenv("DIFFQUANT_FAULT", str(1 + list(NATIVE).index(fault) if fault else 0))
     checkpoint, folder = exported(OTHER_BASES.get(fault, "v1"))
-    calls = kernel_calls()
+    calls = count_attention_calls()
     if fault is None:
         assert verify(folder, checkpoint, threads=1).passed
     else:
         with pytest.raises(ToleranceError):
             verify(folder, checkpoint, threads=1)
-    assert kernel_calls() > calls
+    assert count_attention_calls() > calls
 
 
 SOUND = {

@@ -82,14 +82,14 @@ def test_tokens_are_those_of_a_plain_folder(tmp_path):
     export(checkpoint, tmp_path / "plain", ExportOptions(embed_bits=8))
     ids = np.array([[5, 9, 2, 7, 1]])
     runs = [OnnxModel(each, 1, native=False) for each in (folder, tmp_path / "plain")]
-    (mine,), (theirs,) = (run.run(ids, np.ones_like(ids), run.empty_cache(1))[0] for run in runs)
+    (mine,), (theirs,) = (run.run(ids, np.ones_like(ids), run.allocate_cache(1))[0] for run in runs)
     np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_onnxruntime_genai_and_diffquant_open_it(tmp_path):
     export(POCKET / "needle-diff-v1", tmp_path / "out", ExportOptions(portable=True))
     ids = [5, 9, 2, 7]
-    wanted = list(Generator(tmp_path / "out").tokens(ids, 4))
+    wanted = list(Generator(tmp_path / "out").generate_tokens(ids, 4))
     model = og.Model(str(tmp_path / "out"))
     parameters = og.GeneratorParams(model)
     parameters.set_search_options(max_length=len(ids) + 4)

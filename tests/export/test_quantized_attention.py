@@ -9,7 +9,7 @@ from onnx import TensorProto
 from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.files import MODEL_FILE
 from diffquant.onnx.graph.ops import quantized_attention_schema
-from diffquant.onnx.native import kernel_calls
+from diffquant.onnx.native import count_attention_calls
 from diffquant.onnx.runtime.session import OnnxModel
 from tests.support.attention_cases import codes_in
 from tests.support.checkpoints import write_checkpoint
@@ -126,14 +126,14 @@ def test_the_body_computes_what_the_kernel_does(library, bits):
     case = HeadCase(bits, heads=6, kv_heads=2, width=32)
     inputs = case.inputs(1, 50)
     kernel, body = call_of(library, case, has_body=True), call_of(None, case, has_body=True)
-    calls = kernel_calls()
+    calls = count_attention_calls()
     pasts = [case.past(1, 60), case.past(1, 60)]
     for tokens in (slice(0, 40), slice(40, 49), slice(49, 50)):
         for place, call in enumerate((kernel, body)):
             output, *pasts[place] = call(feed(inputs, tokens, pasts[place]))
             assert_codes(case, inputs, pasts[place], tokens.stop)
             assert_close(output, case.expected(inputs, tokens, pasts[place]))
-    assert kernel_calls() == calls + 3
+    assert count_attention_calls() == calls + 3
 
 
 def test_a_bound_cache_is_extended_in_place_and_the_rest_left_alone(library):
@@ -206,7 +206,7 @@ def test_a_transformer_has_the_op_where_its_cache_is_quantized(library, tmp_path
     if kv_bits < 16:
         written = {frozenset(each.name for each in node.attribute) for node in attention}
         assert written == {frozenset(quantized_attention_schema().attributes)}
-    calls = kernel_calls()
+    calls = count_attention_calls()
     opened, ids = OnnxModel(tmp_path / "out", 1), random_ids(1, 7).numpy()
-    opened.run(ids, np.ones_like(ids), opened.empty_cache(1))
-    assert kernel_calls() == calls + (2 if kv_bits < 16 else 0)
+    opened.run(ids, np.ones_like(ids), opened.allocate_cache(1))
+    assert count_attention_calls() == calls + (2 if kv_bits < 16 else 0)

@@ -32,7 +32,7 @@ from diffquant.onnx.runtime import generation, session
 from diffquant.onnx.runtime.scoring import OnnxLanguageModel
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.onnx.targets import runtime_of
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 from diffquant.verbs import cli
 from examples.shots.constrained import choose
 from tests.support import tiny_lm
@@ -75,7 +75,7 @@ def by_whole_sequences(folder, ids, new):
     ids = list(ids)
     for _ in range(new):
         array = np.array([ids])
-        (logits,), _ = model.run(array, np.ones_like(array), model.empty_cache(1))
+        (logits,), _ = model.run(array, np.ones_like(array), model.allocate_cache(1))
         ids.append(int(logits[0, -1].argmax()))
         if ids[-1] == 1:
             break
@@ -85,18 +85,18 @@ def by_whole_sequences(folder, ids, new):
 def test_tokens_are_those_of_whole_sequences_and_the_cache_stays_in_place(folder):
     generator = Generator(folder, 1)
     ids = generator.text.encode(PROMPT)
-    made = list(generator.tokens(ids, 20))
+    made = list(generator.generate_tokens(ids, 20))
     wanted = by_whole_sequences(folder, ids, 20)[len(ids) :]
     assert made == [token for token in wanted if token != 1]
     assert generator.speed.new_tokens == len(made)
-    assert generator.speed.cache_bytes == generator.model.cache.row_bytes * (len(ids) + 20)
+    assert generator.speed.cache_bytes == generator.model.cache.bytes_per_token * (len(ids) + 20)
 
 
 def test_tokens_are_those_of_torch(source, plain):
     generator = Generator(plain, 1)
     ids = generator.text.encode(PROMPT)
     oracle = diffquant.load(source).generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()
-    assert ids + list(generator.tokens(ids, 20)) == [token for token in oracle if token != 1]
+    assert ids + list(generator.generate_tokens(ids, 20)) == [token for token in oracle if token != 1]
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_prompt_longer_than_a_chunk_is_continued_as_torch_continues_it(source,
     for first in range(2, 14):
         ids = generator.text.encode(PROMPT)[:first] * 3
         oracle = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()
-        assert ids + list(generator.tokens(ids, 8)) == [token for token in oracle if token != 1]
+        assert ids + list(generator.generate_tokens(ids, 8)) == [token for token in oracle if token != 1]
 
 
 def test_running_does_not_import_torch(plain):
@@ -154,7 +154,7 @@ def test_steps_write_into_the_same_buffers(folder):
     before = [buffer.data_ptr() for buffer in state._buffers]
     ids = np.arange(2, 12)[None]
     stepped = np.concatenate([state.step(ids[:, :7]), *(state.step(ids[:, i : i + 1]) for i in range(7, 10))], 1)
-    (whole,), cache = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+    (whole,), cache = model.run(ids, np.ones_like(ids), model.allocate_cache(1))
     assert before == [buffer.data_ptr() for buffer in state._buffers]
     np.testing.assert_allclose(stepped, whole, rtol=0, atol=2e-4)
     for buffer, grown in zip(state._buffers, cache, strict=True):
@@ -206,7 +206,7 @@ def test_logits_that_overflow_float16_are_refused_and_no_token_is_chosen(tmp_pat
 
 def test_a_token_that_the_model_does_not_know_is_refused_by_number(plain):
     with pytest.raises(UsageError, match=rf"token {tiny_lm.WORDS} \(.*embedding has {tiny_lm.WORDS} rows"):
-        next(Generator(plain, 1).tokens([5, tiny_lm.WORDS, 7], 4))
+        next(Generator(plain, 1).generate_tokens([5, tiny_lm.WORDS, 7], 4))
 
 
 def test_a_text_ends_with_the_context(source, plain):
@@ -214,13 +214,13 @@ def test_a_text_ends_with_the_context(source, plain):
     endless._ends = ()
     ids = np.random.default_rng(0).integers(2, tiny_lm.WORDS, 256).tolist()
     for room in (1, 3):
-        made = list(endless.tokens(ids[:-room], 64))
+        made = list(endless.generate_tokens(ids[:-room], 64))
         assert len(made) == room
         with torch.inference_mode():
             logits = diffquant.load(source)(torch.tensor([ids[:-room] + made[:-1]])).logits[0, -room:]
         assert made == logits.argmax(-1).tolist()
     with pytest.raises(UsageError, match="the prompt has 256 tokens; the model's context ends at 256"):
-        next(endless.tokens(ids, 1))
+        next(endless.generate_tokens(ids, 1))
 
 
 @pytest.mark.parametrize("text", ["café ☃ 😀 naïve", "half a character ☃"])
@@ -228,7 +228,7 @@ def test_pieces_are_whole_characters_and_the_text_is_that_of_all_tokens(plain, m
     generator, tokenizer = Generator(plain, 1), tiny_lm.tokenizer()
     # The second one ends within its last character.
     ids = tokenizer(text).input_ids[: -1 if text.endswith("☃") else None]
-    monkeypatch.setattr(generator, "tokens", lambda *_: iter([0, *ids, 0]))
+    monkeypatch.setattr(generator, "generate_tokens", lambda *_: iter([0, *ids, 0]))
     *pieces, last = generator.stream(PROMPT)
     assert "".join([*pieces, last]) == tokenizer.decode([0, *ids, 0], skip_special_tokens=True)
     assert not any("\ufffd" in piece for piece in pieces)
@@ -295,7 +295,7 @@ def test_the_example_reads_whole_prompts_and_ends_texts(source, cutting, tmp_pat
     (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, stop]}))
     export(ending, tmp_path / "out")
     shutil.copy(cutting / "tokenizer.json", tmp_path / "out")
-    made = list(Generator(tmp_path / "out", 1).tokens(ids, 32))
+    made = list(Generator(tmp_path / "out", 1).generate_tokens(ids, 32))
     assert len(made) < 5
     assert by_the_example(tmp_path / "out") == tiny_lm.tokenizer().decode([*ids, *made, stop], skip_special_tokens=True)
 
@@ -390,18 +390,18 @@ def test_nobody_is_told_of_a_library_that_is_not_wanted(plain, monkeypatch, capl
 
 
 def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
-    from diffquant.onnx.native import kernel_calls
+    from diffquant.onnx.native import count_attention_calls
 
     if library_path() is None:
         pytest.skip("the native kernel is not built")
-    calls = kernel_calls()
+    calls = count_attention_calls()
     ids = np.arange(2, 8)[None]
-    OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).empty_cache(1))
-    assert kernel_calls() > calls
+    OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).allocate_cache(1))
+    assert count_attention_calls() > calls
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", "")
-    calls = kernel_calls()
-    OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).empty_cache(1))
-    assert kernel_calls() == calls
+    calls = count_attention_calls()
+    OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).allocate_cache(1))
+    assert count_attention_calls() == calls
 
 
 def test_lm_eval_scores_and_generates_with_it(source, plain):
@@ -414,7 +414,7 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
         OnnxLanguageModel(OnnxModel(plain, 1, every_position=True), tokenizer),
         TorchModel(diffquant.load(source, dtype=torch.float32), tokenizer),
     ]
-    adapters = [HarnessModel(model, 256, silent) for model in models]
+    adapters = [HarnessModel(model, 256, report_nothing) for model in models]
     pairs = [Instance("loglikelihood", {}, (PROMPT, text), i) for i, text in enumerate((" moon", " sea was"))]
     ours, oracle = (adapter.loglikelihood(pairs) for adapter in adapters)
     assert [p for p, _ in ours] == pytest.approx([p for p, _ in oracle], abs=1e-3)
@@ -451,7 +451,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
         [source, folder], SweepOptions(bits=(), task_options={"limit": 2}), tmp_path / "sweep", runtime_of=runtime_of
     )
     _, exported = result.points
-    assert (exported.compared_with, exported.scheme) == (source, "4:g32 kv 8")
+    assert (exported.compared_with, exported.scheme_text) == (source, "4:g32 kv 8")
 
 
 def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):

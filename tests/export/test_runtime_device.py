@@ -85,25 +85,25 @@ def small_session(options):
 
 def test_a_session_that_goes_on_without_its_device_is_refused():
     with pytest.raises(MissingDependencyError, match=rf"could not start its {CUDA}: it needs an NVIDIA driver"):
-        RuntimeDevice("cuda").check_taken(small_session(ort.SessionOptions()))
-    RuntimeDevice("cpu").check_taken(small_session(ort.SessionOptions()))
+        RuntimeDevice("cuda").check_session(small_session(ort.SessionOptions()))
+    RuntimeDevice("cpu").check_session(small_session(ort.SessionOptions()))
 
 
 def test_what_falls_to_the_processor_is_counted_by_operator():
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    RuntimeDevice("cuda").prepare(options)
+    RuntimeDevice("cuda").record_node_providers(options)
     assert count_cpu_nodes(small_session(options)) == {"MatMul": 2, "Relu": 1}
     assert describe_cpu_nodes({"Relu": 1, "MatMul": 2}) == "3 nodes run on the CPU: MatMul 2, Relu 1"
 
 
 def test_nothing_falls_back_where_the_processor_was_asked_for(folder):
-    assert OnnxModel(folder, 1).fallbacks == {}
+    assert OnnxModel(folder, 1).cpu_node_counts == {}
 
 
 def test_caches_stand_where_the_model_runs(folder):
     model = OnnxModel(folder, 1)
-    values = model.empty_cache(2, 5)
+    values = model.allocate_cache(2, 5)
     assert {value.device_name() for value in values} == {"cpu"}
     assert {tuple(value.shape()) for value in values} == {(2, model.cache.kv_pairs, 5, model.cache.width)}
 
@@ -152,7 +152,7 @@ def test_a_decoder_makes_its_caches_once_on_the_card_and_logits_in_memory(elsewh
 def test_caches_that_grow_stay_on_the_card_from_call_to_call(elsewhere):
     model, made, bound = elsewhere
     ids = np.arange(3, 8)[None]
-    (logits,), past = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+    (logits,), past = model.run(ids, np.ones_like(ids), model.allocate_cache(1))
     made.clear()
     model.run(ids[:, :1], np.ones((1, 6), np.int64), past)
     assert not made

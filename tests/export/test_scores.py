@@ -45,7 +45,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def requests():
     encoder = RequestEncoder(tiny_lm.tokenizer(), 512, tiny_lm.WORDS)
-    return encoder.requests((item.query, f" {ending}") for item in ITEMS for ending in item.endings)
+    return encoder.encode_requests((item.query, f" {ending}") for item in ITEMS for ending in item.endings)
 
 
 def models(source, folder, given) -> tuple[LanguageModel, LanguageModel]:

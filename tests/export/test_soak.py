@@ -30,7 +30,7 @@ def exported(folder, source="unilm-v2-half", sizes=None, **options):
 
 
 def prefill(model, ids):
-    (logits,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(len(ids)))
+    (logits,), _ = model.run(ids, np.ones_like(ids), model.allocate_cache(len(ids)))
     return logits
 
 
@@ -125,7 +125,7 @@ def test_a_call_that_is_cancelled_ends_and_leaves_the_session_as_it_was(folder):
     ids = np.random.default_rng(0).integers(3, 90, (1, 500))
     wanted = prefill(model, ids)
     names = (*model.cache.inputs, "input_ids", "attention_mask")
-    fed = dict(zip(names, [*(value.numpy() for value in model.empty_cache(1)), ids, np.ones_like(ids)], strict=True))
+    fed = dict(zip(names, [*(value.numpy() for value in model.allocate_cache(1)), ids, np.ones_like(ids)], strict=True))
     before, during = ort.RunOptions(), ort.RunOptions()
     before.terminate = True
     with pytest.raises(Exception, match=r"(?i)terminate"):

@@ -17,7 +17,7 @@ from diffquant.onnx import ExportOptions, Generator, export
 from diffquant.onnx.runtime.scoring import OnnxLanguageModel
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.quantization.conversion import convert
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
 
@@ -93,7 +93,7 @@ def test_texts_end_where_transformers_ends_them(source, stop, tmp_path, generati
     export(source, out)
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     before_end = [token for token in wanted if token not in ends]
-    assert list(Generator(out, 1).tokens(PROMPT, NEW)) == before_end
+    assert list(Generator(out, 1).generate_tokens(PROMPT, NEW)) == before_end
     assert json.loads((out / "genai_config.json").read_text())["model"]["eos_token_id"] == ends
     tokenizer = tiny_lm.tokenizer()
     onnx = OnnxLanguageModel(OnnxModel(out, 1, every_position=True), tokenizer)
@@ -125,7 +125,7 @@ def test_every_folder_that_is_made_of_a_checkpoint_ends_texts_where_it_does(sour
         assert (folder / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
     assert diffquant.load(quantized).generation_config.eos_token_id == [1, stop]
     assert json.loads((of_v2 / "web.json").read_text())["ends"] == [1, stop]
-    made = list(Generator(of_v2, 1).tokens(PROMPT, NEW))
+    made = list(Generator(of_v2, 1).generate_tokens(PROMPT, NEW))
     assert made == continued(diffquant.load(v2))[:-1]
     assert len(made) == 4
 
@@ -148,7 +148,7 @@ def test_settings_of_sampling_change_neither_texts_nor_evaluations(source, endle
         TorchModel(sampler, tokenizer),
         OnnxLanguageModel(OnnxModel(tmp_path / "out", 1, every_position=True), tokenizer),
     ):
-        assert HarnessModel(each, 256, silent).generate_until([asked]) == [wanted]
+        assert HarnessModel(each, 256, report_nothing).generate_until([asked]) == [wanted]
         assert each.generate(PROMPT, NEW, ["\n\n\n"], {}) == endless[1]
 
 

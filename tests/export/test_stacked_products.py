@@ -14,7 +14,7 @@ from diffquant.onnx.files import MODEL_FILE
 from diffquant.onnx.graph.linears import Linears
 from diffquant.onnx.graph.nodes import Graph
 from diffquant.onnx.graph.plan import plan_export
-from diffquant.onnx.graph.streaming import assign_offsets, write
+from diffquant.onnx.graph.streaming import assign_offsets, write_data_file
 from diffquant.onnx.manifest import read_manifest
 from tests.support.checkpoints import write_checkpoint
 
@@ -29,14 +29,14 @@ def outputs(folder, plan, together, rows):
     linears = Linears(graph, plan.options)
     matrices = [plan.matrices[f"{ROOM}{name}.weight"] for name in NAMES]
     sets = [matrices] if together else [[matrix] for matrix in matrices]
-    products = [name for each in sets for name in linears.products(x, each)]
+    products = [name for each in sets for name in linears.add_products(x, each)]
     for name in products:
         graph.outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     # By ONNX Runtime's own op, of which there is no kernel of ours to agree with itself.
     for node in graph.nodes:
         node.domain = "" if node.op_type == "Split" else "com.microsoft"
     folder.mkdir()
-    write(folder / "model.onnx.data", linears.streamed, lambda *_: None)
+    write_data_file(folder / "model.onnx.data", linears.streamed, lambda *_: None)
     placed, _ = assign_offsets(linears.streamed)
     model = graph.model(linears.with_views(placed), 23, {"com.microsoft": 1}, 10)
     onnx.save(model, folder / MODEL_FILE)

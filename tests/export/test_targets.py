@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.tokenizer import load_tokenizer
-from diffquant.measure.sweep.exported import ExportedModel
+from diffquant.measure.sweep.exported import ExportedDescription
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.adapters import adapter_for
 from diffquant.onnx import targets
-from diffquant.onnx.targets import ONNX, ExportFormat, register, runtime_of, target_of
+from diffquant.onnx.targets import ONNX, ExportFormat, export_format_of, register_format, runtime_of
 from diffquant.quantization.loading import load
 from diffquant.verbs import cli
 from tests.support import tiny_lm
@@ -34,7 +34,7 @@ class ArrayRuntime:
 
     def describe(self, folder, device):
         size = (folder / "model.npz").stat().st_size
-        return ExportedModel(16, "16", {"bytes": size}, (), size, 0)
+        return ExportedDescription(16, "16", {"bytes": size}, (), size, 0)
 
     def open(self, folder, device):
         model = adapter_for(json.loads((folder / "config.json").read_text())).architecture.new_model()
@@ -58,7 +58,7 @@ def write_arrays(source, destination):
 @pytest.fixture
 def npz(monkeypatch):
     monkeypatch.setattr(targets, "TARGETS", dict(targets.TARGETS))
-    return register(ExportFormat("npz", lambda folder: (folder / "model.npz").is_file(), ArrayRuntime))
+    return register_format(ExportFormat("npz", lambda folder: (folder / "model.npz").is_file(), ArrayRuntime))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def source(tmp_path_factory):
 def test_a_target_is_added_through_the_registry_alone(npz, source, tmp_path):
     folder = tmp_path / "out"
     write_arrays(source, folder)
-    assert (target_of(folder), target_of(source)) == (npz, None)
+    assert (export_format_of(folder), export_format_of(source)) == (npz, None)
     options = SweepOptions(
         tasks=("perplexity",), bits=(), task_options={"characters": 1500, "window": 64, "stride": 32}
     )
@@ -88,7 +88,7 @@ def row_of(model, options, output):
 def test_the_command_line_exports_to_onnx_with_ranges_of_its_own(source, tmp_path):
     arguments = ["export", str(source), "-o", str(tmp_path / "out"), "--kv", "8"]
     assert CliRunner().invoke(cli.app, arguments).exit_code == 0
-    assert target_of(tmp_path / "out") is ONNX
+    assert export_format_of(tmp_path / "out") is ONNX
     verified = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "out"), str(source)])
     assert verified.stdout.startswith("PASS: "), verified.output
 
@@ -97,8 +97,8 @@ def test_knowing_a_folder_needs_no_onnx():
     code = """
 import sys
 from pathlib import Path
-from diffquant.onnx.targets import target_of
-assert target_of(Path(".")) is None
+from diffquant.onnx.targets import export_format_of
+assert export_format_of(Path(".")) is None
 print(*sys.modules)
 """
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -18,36 +18,36 @@ from diffquant.errors import CheckpointError, ToleranceError
 from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.files import MODEL_FILE, RANGES_FILE
 from diffquant.onnx.graph.plan import static_scales
-from diffquant.onnx.native import kernel_calls
+from diffquant.onnx.native import count_attention_calls
 from diffquant.onnx.runtime import interface
 from diffquant.onnx.runtime.interface import CacheShape, load_graph
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.onnx.verification import comparison, passages, rounding
-from diffquant.onnx.verification.caches import WHOLE, GrowingCache, Past, StaticCache, cache_scales
+from diffquant.onnx.verification.caches import WHOLE, GrowingCache, Past, StaticScaleCache, read_cache_scales
 from diffquant.onnx.verification.errors import (
     StageErrors,
     StageNoise,
+    compute_stage_errors,
     relative_rms,
-    stage_errors,
 )
-from diffquant.onnx.verification.passages import count_reached_positions, iterate_far_calls, past_lengths
+from diffquant.onnx.verification.passages import count_reached_positions, list_past_lengths, run_far_tokens
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import (
     Measure,
-    measures,
+    measure_stages,
     worst_measure,
 )
 from diffquant.onnx.verification.rounding import (
-    Disturbance,
+    NoiseSource,
     find_runtime_rounding,
     leave_unrounded,
+    make_cached_rounding,
     round_by_block,
     round_by_row,
-    round_inputs_once,
 )
-from diffquant.onnx.verification.routes import PREFILL, prefill, routes, run_last_positions
+from diffquant.onnx.verification.routes import PREFILL, iterate_routes, prefill, run_last_positions
 from diffquant.onnx.verification.tokens import TokenComparison, compare_tokens, has_lower_agreement
-from diffquant.onnx.verifier import rotation_excess
+from diffquant.onnx.verifier import rope_error_ratio
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
@@ -136,13 +136,13 @@ def test_an_error_of_a_stage_is_relative_to_what_the_stage_adds(tmp_path):
     generator, last = torch.Generator().manual_seed(0), len(reference.stages) - 1
     outputs, expected, given = [], [], torch.from_numpy(ids)
     for number in range(last + 1):
-        (wanted,) = reference.stage(number, [given])
+        (wanted,) = reference.compute_stage(number, [given])
         off = 0.01 * torch.randn(wanted.shape, generator=generator)
         before = {0: torch.zeros(1), last: wanted.mean(-1, keepdim=True)}.get(number, given)
         expected.append(np.linalg.norm(off[0], axis=-1) / np.linalg.norm((wanted - before)[0], axis=-1))
         outputs.append(wanted + off)
         given = outputs[-1]
-    (found,) = stage_errors(reference, [ids], [outputs], [2], [WHOLE]).passages
+    (found,) = compute_stage_errors(reference, [ids], [outputs], [2], [WHOLE]).passages
     for errors, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(errors, wanted[2:], rtol=1e-3)
 
@@ -152,10 +152,10 @@ def test_the_same_disturbance_disturbs_alike(tmp_path):
     reference, ids = Reference(source, ExportOptions(), {}), random_ids(1, 9)
     disturbed = []
     for _ in range(2):
-        with reference.arithmetic(noise=2.0**-18):
-            disturbed += reference.stage(1, reference.stage(0, [ids]))
+        with reference.change_arithmetic(noise=2.0**-18):
+            disturbed += reference.compute_stage(1, reference.compute_stage(0, [ids]))
     assert torch.equal(*disturbed)
-    assert not torch.equal(disturbed[0], *reference.stage(1, reference.stage(0, [ids])))
+    assert not torch.equal(disturbed[0], *reference.compute_stage(1, reference.compute_stage(0, [ids])))
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 16), ("unilm-v2", 8), ("diffllama", 8)])
@@ -167,8 +167,8 @@ def test_sequences_that_are_computed_together_are_as_each_alone(tmp_path, kind, 
         scales = static_scales(source, kv_bits, cache_ranges(checkpoint, ExportOptions(kv_bits=kv_bits)))
     together, alone = (Reference(source, ExportOptions(kv_bits=kv_bits), scales) for _ in range(2))
     passages = [random_ids(1, length, seed=length).numpy() for length in (20, 9, 33, 250, 1)]
-    for logits, ids in zip(together.run(passages), passages, strict=True):
-        torch.testing.assert_close(logits, *alone.run([ids]), rtol=1e-5, atol=10 * atol)
+    for logits, ids in zip(together.compute_logits(passages), passages, strict=True):
+        torch.testing.assert_close(logits, *alone.compute_logits([ids]), rtol=1e-5, atol=10 * atol)
     generator = torch.Generator().manual_seed(0)
     states = [
         0.5 * torch.randn(1, ids.shape[1], source.architecture.hidden_size, generator=generator) for ids in passages
@@ -176,8 +176,10 @@ def test_sequences_that_are_computed_together_are_as_each_alone(tmp_path, kind, 
     later = [torch.cat([x[:, :-1], -x[:, -1:]], 1) for x in states]
     # The second time, all but the last positions are known.
     for given, firsts in ((states, [0] * 5), (later, [19, 8, 32, 249, 0])):
-        wanted = [output for x, first in zip(given, firsts, strict=True) for output in alone.stage(1, [x], [first])]
-        for output, of_one in zip(together.stage(1, given, firsts), wanted, strict=True):
+        wanted = [
+            output for x, first in zip(given, firsts, strict=True) for output in alone.compute_stage(1, [x], [first])
+        ]
+        for output, of_one in zip(together.compute_stage(1, given, firsts), wanted, strict=True):
             torch.testing.assert_close(output, of_one, rtol=1e-5, atol=atol)
 
 
@@ -188,13 +190,15 @@ def test_values_of_8_bit_codes_are_multiplied_as_the_codes_are(made, monkeypatch
     for most in (2**28, 0):
         monkeypatch.setattr(interface, "_MOST_EXPANDED", most)
         model = OnnxModel(folder, every_position=True, accuracy_level=1, device="cpu")
-        logits.append(model.run(ids, np.ones_like(ids), model.empty_cache(2))[0][0])
+        logits.append(model.run(ids, np.ones_like(ids), model.allocate_cache(2))[0][0])
     np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
 
 
 def test_factors_of_a_disturbance_are_normal_in_each_row_and_each_column():
-    disturbance = Disturbance()
-    first, second = (((disturbance.of(torch.ones(3, 100, 2000), 2.0**-10) - 1) * 2.0**10).numpy() for _ in range(2))
+    disturbance = NoiseSource()
+    first, second = (
+        ((disturbance.add_noise(torch.ones(3, 100, 2000), 2.0**-10) - 1) * 2.0**10).numpy() for _ in range(2)
+    )
     for axes in ((0, 1), (2,)):
         # Five standard errors of a mean and of a deviation.
         count = first.size // np.delete(first.shape, axes).prod()
@@ -206,7 +210,7 @@ def test_factors_of_a_disturbance_are_normal_in_each_row_and_each_column():
 
 
 def test_products_that_take_the_same_activations_round_them_once():
-    rounded, inputs = [], round_inputs_once()
+    rounded, inputs = [], make_cached_rounding()
 
     def rule(x, block):
         rounded.append(block)
@@ -222,7 +226,7 @@ def test_far_angles_are_off_in_each_channel_by_itself(tmp_path):
     reference = Reference(open_source(write_checkpoint(tmp_path / "checkpoint", "llama")), ExportOptions(), {})
     one, at = torch.zeros(1, 1, 64), 90
     _, sin = reference._rotary(one, at)
-    with reference.arithmetic(noise=0.0):
+    with reference.change_arithmetic(noise=0.0):
         cos, turned = reference._rotary(one, at)
     angle = at * reference.model.model.rotary_emb.inv_freq
     # In the last digits of a frequency; the first channels' angles are large enough to show them.
@@ -241,17 +245,17 @@ def test_the_typical_limit_is_what_a_median_exceeds_by_four_standard_errors(pass
     # The standard error of a median's rank among n is 1 / (2 √n); a passage counts as four.
     share = 0.5 + 4 / (2 * np.sqrt(4 * passages))
     noise = StageNoise(errors_of(*rounded), errors_of(*rounded * 100), errors_of(*rounded * 1000))
-    (typical,) = noise.typical([0] * passages)
+    (typical,) = noise.median_error_bounds([0] * passages)
     assert typical == pytest.approx(np.quantile(rounded, share), rel=1e-9)
-    (typical,) = noise.typical([31] * passages)
+    (typical,) = noise.median_error_bounds([31] * passages)
     assert typical == pytest.approx(np.quantile(rounded[:, 31:], share), rel=1e-9)
 
 
 def test_of_few_passages_and_of_calls_far_away_flipped_codes_are_typical():
     rounded, flipped, many = np.random.default_rng(0).lognormal(size=(3, 4, 41))
     noise = StageNoise(errors_of(*rounded), errors_of(*flipped), errors_of(*many))
-    assert noise.typical([0] * 4) == pytest.approx([np.quantile(flipped, 0.9)], rel=1e-9)
-    (typical,), (largest,) = measures(errors_of(*rounded), noise.typical([0] * 4), noise.largest, 4.0)
+    assert noise.median_error_bounds([0] * 4) == pytest.approx([np.quantile(flipped, 0.9)], rel=1e-9)
+    (typical,), (largest,) = measure_stages(errors_of(*rounded), noise.median_error_bounds([0] * 4), noise.largest, 4.0)
     assert typical.limit == pytest.approx(4 * np.quantile(flipped, 0.9))
     assert largest.limit == pytest.approx(4 * many.max())
     assert (typical.value, largest.value) == pytest.approx((np.median(rounded), rounded.max()))
@@ -272,7 +276,7 @@ def test_routes_count_positions_that_were_read_behind_a_cache_alone(made):
     _, folder = made()
     model = OnnxModel(folder, 1, every_position=True)
     passages = [np.arange(n)[None] % 90 for n in (30, 21)]
-    runs = {name: route(model, passages, ("logits",)) for name, route in [(PREFILL, prefill), *routes(model)]}
+    runs = {name: route(model, passages, ("logits",)) for name, route in [(PREFILL, prefill), *iterate_routes(model)]}
     found = {name: [(run.first, run.calls) for run in of_route] for name, of_route in runs.items()}
     assert found == {
         "prefill": [(0, (30,)), (0, (21,))],
@@ -344,9 +348,9 @@ def test_the_session_of_the_body_runs_without_the_native_kernel(made, library, m
     calls, original = [], comparison.prefill
 
     def counted(*given):
-        before = kernel_calls()
+        before = count_attention_calls()
         runs = original(*given)
-        calls.append(kernel_calls() - before)
+        calls.append(count_attention_calls() - before)
         return runs
 
     monkeypatch.setattr(comparison, "prefill", counted)
@@ -357,7 +361,7 @@ def test_the_session_of_the_body_runs_without_the_native_kernel(made, library, m
 
 @in_one_test("context", [2, 96, 256, 257, 301, 302, 512, 2048, 3000, 131072])
 def test_pasts_lead_to_the_last_position(context):
-    lengths = past_lengths(context)
+    lengths = list_past_lengths(context)
     assert lengths == sorted(set(lengths))
     assert lengths[-1] == context - 1
     powers = [2**power - 1 for power in (10, 14)]
@@ -367,7 +371,7 @@ def test_pasts_lead_to_the_last_position(context):
 def test_a_cache_of_much_memory_is_not_followed_to_the_end_and_that_is_said(made, monkeypatch):
     checkpoint, folder = made(kv_bits=4)
     layers, as_codes = 2, 8
-    row = OnnxModel(folder, 1).cache.row_bytes // layers * as_codes
+    row = OnnxModel(folder, 1).cache.bytes_per_token // layers * as_codes
     monkeypatch.setattr(passages, "_MOST_BYTES", 50 * row)
     report = verify(folder, checkpoint, threads=1)
     assert report.reached == 51
@@ -397,10 +401,10 @@ def test_random_rows_are_as_large_as_a_passages_keys_and_values(tmp_path, monkey
     export(checkpoint, tmp_path / "out", ExportOptions())
     source, model = open_source(checkpoint), OnnxModel(tmp_path / "out", 1)
     passage = np.arange(60)[None] % 90
-    _, held = model.run(passage, np.ones_like(passage), model.empty_cache(1))
+    _, held = model.run(passage, np.ones_like(passage), model.allocate_cache(1))
     sizes = [np.sqrt(np.mean([np.square(value.numpy()).mean() for value in held[part::2]])) for part in (0, 1)]
     assert sizes[1] > 2 * sizes[0]
-    calls = list(iterate_far_calls(model, Reference(source, ExportOptions(), {}), [passage], ("logits",)))
+    calls = list(run_far_tokens(model, Reference(source, ExportOptions(), {}), [passage], ("logits",)))
     assert [call[0].past.length for call in calls[1:]] == [95]
     past = calls[-1][0].past
     assert [float(x.square().mean().sqrt()) for x in (past.keys, past.values)] == pytest.approx(sizes, rel=0.1)
@@ -421,13 +425,13 @@ def test_passages_differ_in_length_and_fit_the_context(tmp_path, monkeypatch, co
 def test_rows_before_a_token_are_read_as_the_model_stores_them():
     orders = torch.tensor([[2, 0], [3, 1]]), torch.tensor([[0, 1, 2, 3]])
     keys = np.array([[[[0x2F, 0x81]], [[0x70, 0x0F]]]], np.uint8)
-    past = Past.of(keys[:, :1], keys[:, :1], orders)
+    past = Past.from_export(keys[:, :1], keys[:, :1], orders)
     # The lower half of a byte comes first, and code 0 stands for -8.
     assert past.keys.tolist() == [[[[-7.0, 7.0]], [[0.0, -6.0]]]]
     assert past.values.tolist() == [[[[7.0, -6.0, -7.0, 0.0]]]]
     assert past.nbytes == 8 * 4
     scales = {5: (torch.tensor([0.5, 2.0]).view(1, 2, 1, 1), torch.full((1, 1, 1, 4), 3.0))}
-    cache = GrowingCache(StaticCache(scales, 4), past)
+    cache = GrowingCache(StaticScaleCache(scales, 4), past)
     for _ in range(2):
         read, values = cache.update(torch.full((1, 2, 1, 2), 1.3), torch.tensor([[[[99.0, -99.0, 0.0, 0.0]]]]), 5)
     assert read[0, :, :, 0].tolist() == [[-3.5, 1.5, 1.5], [0.0, 2.0, 2.0]]
@@ -444,7 +448,7 @@ def test_tables_of_angles_are_held_to_their_rounding_at_every_position():
         tables = {"cos_cache": np.cos(angles) if cosines is None else cosines, "sin_cache": sines}
         tensors = [onnx.numpy_helper.from_array(x.astype(dtype), name) for name, x in tables.items()]
         graph = onnx.GraphProto(initializer=tensors)
-        return rotation_excess(onnx.ModelProto(graph=graph), rotary, positions)
+        return rope_error_ratio(onnx.ModelProto(graph=graph), rotary, positions)
 
     # In float64 it is another rounding of the same angles.
     assert 0 < excess(np.sin(angles)) < 1
@@ -456,7 +460,7 @@ def test_tables_of_angles_are_held_to_their_rounding_at_every_position():
     assert 0.1 < excess(np.sin(angles), dtype=np.float16) < 1
     assert not Measure(excess(np.where(angles == 7.0, np.nan, np.sin(angles))), 1.0).passed
     assert excess(np.sin(angles[:-1])) == np.inf
-    assert rotation_excess(onnx.ModelProto(), rotary, 20000) is None
+    assert rope_error_ratio(onnx.ModelProto(), rotary, 20000) is None
 
 
 def test_an_export_carries_what_calibration_found(tmp_path):
@@ -468,7 +472,7 @@ def test_an_export_carries_what_calibration_found(tmp_path):
         folder = tmp_path / name
         export(checkpoint, folder, options, ranges=given)
         kept = load_file(folder / RANGES_FILE)
-        for layer, scales in cache_scales(load_graph(folder)).items():
+        for layer, scales in read_cache_scales(load_graph(folder)).items():
             for part, scale in zip("kv", scales, strict=True):
                 held = np.sort(scale.flatten()) * 127
                 np.testing.assert_allclose(held, np.sort(kept[f"layers.{layer}.{part}"].flatten()), rtol=1e-6)

@@ -44,12 +44,12 @@ def test_queries_keys_and_lambda_are_those_of_the_model(pages):
     outputs, _ = outputs_of(folder, ids.numpy())
     entry = json.loads((folder / "web.json").read_text())
     spec = model.config.diff_spec
-    walk = model.walk(19)
-    x = walk.embed(ids)
-    assert entry["layers"] == len(walk.layers)
-    for number, layer in enumerate(walk.layers):
-        q, k, _ = walk.project(layer, x)
-        lam = layer.self_attn.lam(layer.input_layernorm(x))
+    runner = model.new_layer_runner(19)
+    x = runner.embed(ids)
+    assert entry["layers"] == len(runner.layers)
+    for number, layer in enumerate(runner.layers):
+        q, k, _ = runner.project(layer, x)
+        lam = layer.self_attn.compute_lam(layer.input_layernorm(x))
         logits = [a @ b.repeat_interleave(a.shape[1] // b.shape[1], 1).mT for a, b in both_maps(spec, q, k)]
         heads = torch.from_numpy(outputs[f"maps.{number}.query"]).unflatten(-1, (-1, entry["head_dim"])).transpose(1, 2)
         rows = torch.from_numpy(outputs[f"present.{number}.key"])
@@ -58,10 +58,10 @@ def test_queries_keys_and_lambda_are_those_of_the_model(pages):
             torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5 * float(ours.abs().max()))
         wanted = lam.reshape(1) if spec.lam == "exp" else lam.squeeze(-1).transpose(1, 2)
         torch.testing.assert_close(torch.from_numpy(outputs[f"maps.{number}.lambda"]), wanted, rtol=0, atol=1e-5)
-        if (gate := layer.self_attn.signal_gate(layer.input_layernorm(x))) is not None:
+        if (gate := layer.self_attn.compute_signal_gate(layer.input_layernorm(x))) is not None:
             exported_gate = torch.from_numpy(outputs[f"maps.{number}.signal_gate"])
             torch.testing.assert_close(exported_gate, gate.squeeze(-1).transpose(1, 2), rtol=0, atol=1e-5)
-        x = walk.run(layer, x)
+        x = runner.run_layer(layer, x)
 
 
 def test_the_graph_declares_the_shapes_of_its_outputs(pages):
@@ -107,7 +107,7 @@ def test_a_transformer_has_no_maps_to_subtract(tmp_path):
 
 
 def both_maps(spec, q, k):
-    return zip(spec.layout.query_maps(q), spec.layout.key_maps(k), strict=True)
+    return zip(spec.layout.split_query_maps(q), spec.layout.split_key_maps(k), strict=True)
 
 
 def exported_logits(entry, heads, rows):

@@ -21,7 +21,7 @@ def call(**changes):
 
 
 def test_lengths_of_a_call():
-    assert (call().maps, call().pairs, call().length, call().keys) == (2, 6, 5, 7)
+    assert (call().maps, call().pairs, call().query_count, call().key_count) == (2, 6, 5, 7)
     assert call(q=Q[:1], k=K[:1], lam=None).maps == 1
     assert not call().shares_keys
     assert call(k=[K[0], K[0]]).shares_keys

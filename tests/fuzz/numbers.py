@@ -95,7 +95,7 @@ def problem_with(weight: Tensor, scheme: Scheme) -> str | None:
     decoded = unpack_weight(*(packed[f"weight_{part}"] for part in ("packed", "scale", "shape")), scheme).double()
     if not (torch.isfinite(decoded).all() and torch.isfinite(scale).all() and (scale > 0).all()):
         return "values or scales are not finite and positive"
-    size = {"tensor": weight.numel(), "row": _COLUMNS}.get(scheme.granularity, scheme.size or 0)
+    size = {"tensor": weight.numel(), "row": _COLUMNS}.get(scheme.granularity, scheme.granularity_size or 0)
     exact = weight.double().reshape(-1, size).abs().amax(1) / max_code(scheme.bits)
     too_small = (exact - scale.flatten()).clamp(min=0)
     numbers = torch.finfo(scheme.format.scale_dtype(weight.dtype))

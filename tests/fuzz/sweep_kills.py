@@ -25,12 +25,12 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import DiffQuantError
 from diffquant.measure.sweep.cell import measure_all, remove_locks
 from diffquant.measure.sweep.workers import run_processes
 from diffquant.support.files import write_json
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 from tests.support.ray_here import RayHere
 from tests.support.sleepers import scores, sleeping_run
 
@@ -57,9 +57,9 @@ def drive(engine: str, folder: Path, address: str = "") -> None:
     elif engine == "ray":
         from diffquant.measure.sweep.ray_cluster import run_on_ray
 
-        run_on_ray(run, silent, address, 2)
+        run_on_ray(run, report_nothing, address, 2)
     else:
-        run_processes(run, silent, {"process": 1, "processes": 2}[engine])
+        run_processes(run, report_nothing, {"process": 1, "processes": 2}[engine])
     # As every sweep does in the end, for the cells that it found measured too.
     with tempfile.TemporaryDirectory() as empty:
         every = sleeping_run(Path(empty), BATCHES, CELLS, SECONDS)
@@ -164,7 +164,7 @@ def main(
                 faults.append(f"{name}, {victim} killed, seed {seed + number}: {fault}")
                 typer.echo(faults[-1], err=True)
     result: dict[str, Any] = {
-        "environment": environment("ray"),
+        "environment": describe_environment("ray"),
         "cells": {"count": CELLS, "batches": BATCHES, "seconds": SECONDS},
         "seed": seed,
         "kills": dict(tried),

@@ -62,13 +62,13 @@ def wanted(q, store, k, lam, **options):
 
 def quantize_as_stored(x, scheme, residual):
     """What must be read back of states [B, H, S, w]."""
-    block = scheme.sharing.tokens
+    block = scheme.sharing.tokens_per_scale
     packed = max(x.shape[2] - residual, 0) // block * block if scheme.quantizes else 0
     if not packed:
         return x
     view, dim = scheme.sharing.view(x[:, :, :packed])
-    scale = scheme.format.scale(view, dim, x.dtype)
-    old = scheme.format.decode(scheme.format.codes(view, scale), scale).reshape(*x.shape[:2], packed, -1)
+    scale = scheme.format.compute_scale(view, dim, x.dtype)
+    old = scheme.format.decode(scheme.format.encode(view, scale), scale).reshape(*x.shape[:2], packed, -1)
     return torch.cat([old, x[:, :, packed:]], 2)
 
 

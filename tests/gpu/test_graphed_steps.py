@@ -27,8 +27,8 @@ KINDS = {"v1": {"model_type": "diffllama", "num_key_value_heads": 2}, "v2": {"mo
 def recordings(monkeypatch):
     """Number of steps recorded so far, in a list."""
     made = []
-    record = graphed_steps.record
-    monkeypatch.setattr(graphed_steps, "record", lambda *what: made.append(1) or record(*what))
+    record = graphed_steps.record_cuda_graph
+    monkeypatch.setattr(graphed_steps, "record_cuda_graph", lambda *what: made.append(1) or record(*what))
     return made
 
 
@@ -115,11 +115,11 @@ def test_sampling_goes_on_where_recording_fails(monkeypatch):
     sampled = {"do_sample": True, "temperature": 0.9}
     torch.manual_seed(5)
     wanted = generated(model, ids, graphed_steps=None, **sampled)
-    record = graphed_steps.record
+    record = graphed_steps.record_cuda_graph
 
     def waits(work, device):
         return record(lambda: work() * work().sum().item(), device)
 
-    monkeypatch.setattr(graphed_steps, "record", waits)
+    monkeypatch.setattr(graphed_steps, "record_cuda_graph", waits)
     torch.manual_seed(5)
     assert torch.equal(generated(model, ids, **sampled), wanted)

@@ -7,7 +7,7 @@ import torch
 
 from diffquant.kernels.gpu import multiprocessors
 from diffquant.kernels.linear.gemm import launch_dequantize
-from diffquant.kernels.linear.linear import launch, linear, packed_linear
+from diffquant.kernels.linear.linear import launch_matmul, linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize_weight
 from diffquant.model.linears import QuantizedLinear
 from tests.support.packed_weights import poison, random_activations, random_case, random_floats, relative_error
@@ -56,7 +56,7 @@ def test_kernels_equal_float64(dtype, bits, rows, width, group, tokens):
     x = random_activations(tokens, width, dtype, DEVICE)
     # Kernels are compiled for each; a bias is added in float32, whatever the weights' type.
     bias = random_activations(1, rows, dtype, DEVICE, seed=3)[0] if dtype == torch.float16 else None
-    check(launch(x, packed, bias), x, exact, dtype, 0 if bias is None else bias.double())
+    check(launch_matmul(x, packed, bias), x, exact, dtype, 0 if bias is None else bias.double())
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 17, 100, 513])
@@ -66,7 +66,7 @@ def test_kernels_equal_float64(dtype, bits, rows, width, group, tokens):
 def test_floats_under_scales_of_a_byte_equal_float64(dtype, name, rows, width, tokens):
     packed, exact = random_floats(rows, width, name, DEVICE)
     x = random_activations(tokens, width, dtype, DEVICE)
-    check(launch(x, packed, None), x, exact, dtype)
+    check(launch_matmul(x, packed, None), x, exact, dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
@@ -78,7 +78,7 @@ def test_programs_of_several_row_blocks_ask_for_words_ahead(width, kind, tokens)
         random_floats(rows, width, kind, DEVICE) if kind != 4 else last_case(rows, width, 4, 128, device=DEVICE)
     )
     x = random_activations(tokens, width, torch.float16, DEVICE)
-    check(launch(x, packed, None), x, exact, torch.float16)
+    check(launch_matmul(x, packed, None), x, exact, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -93,7 +93,7 @@ def test_codes_in_the_next_wider_container(bits):
     packed, exact = random_case(96, 512, bits, 128, torch.float16, DEVICE)
     for tokens in (1, 40):
         x = random_activations(tokens, 512, device=DEVICE)
-        check(launch(x, packed, None), x, exact, torch.float16)
+        check(launch_matmul(x, packed, None), x, exact, torch.float16)
 
 
 @pytest.mark.parametrize("tokens", [1, 16])

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import UsageError
 from diffquant.support.files import write_json
 from tests.support.binaries import Binary
@@ -85,7 +85,7 @@ def recorded(cells: dict[str, dict[str, Any]], where: str) -> dict[str, str | No
 
 
 def main(file: Path) -> None:
-    result: dict[str, object] = {"environment": environment(), "compiled": {}}
+    result: dict[str, object] = {"environment": describe_environment(), "compiled": {}}
     cells = earlier(file)
     for version, triton in TRITONS.items():
         for capability in CAPABILITIES:

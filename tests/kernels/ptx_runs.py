@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.support.files import write_json
 from tests.support.gpu_on_ptx import CAPABILITY, RESULTS
 
@@ -39,7 +39,7 @@ def run(capability: int, triton: Path | None, tests: list[str], results: str = "
 
 
 def main(file: Path) -> int:
-    described = environment()
+    described = describe_environment()
     runs = json.loads(file.read_text())["runs"] if file.exists() else {}
     part = file.with_suffix(".part.json")
     failed = 0

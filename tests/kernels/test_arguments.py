@@ -8,7 +8,7 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output, widths_refusal
-from diffquant.kernels.configs import attention_tile, choose_config, override_configs
+from diffquant.kernels.configs import choose_config, make_attention_config, override_configs
 from diffquant.kernels.gpu import device_class
 from tests.support.tables import in_one_test
 
@@ -28,7 +28,7 @@ def test_heads_of_an_output_flatten_without_a_copy():
     assert out.transpose(1, 2).flatten(2).data_ptr() == out.data_ptr()
 
 
-TABLE = {"prefill/sm_90/64": attention_tile(128, 64, 8, 2)}
+TABLE = {"prefill/sm_90/64": make_attention_config(128, 64, 8, 2)}
 
 
 @in_one_test(("version", "name"), [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90"), ((12, 0), "sm_80")])
@@ -57,12 +57,12 @@ def tuned_file(tmp_path, monkeypatch):
 
 
 def test_a_tuned_entry_replaces_fields_of_the_shipped_one(tuned_file):
-    assert choose_config(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 2)
+    assert choose_config(TABLE, "prefill/sm_90/64") == make_attention_config(128, 64, 8, 2)
     tuned_file(json.dumps({"prefill/sm_90/64": {"stages": 3}}))
-    assert choose_config(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 3)
+    assert choose_config(TABLE, "prefill/sm_90/64") == make_attention_config(128, 64, 8, 3)
     with override_configs({"prefill/sm_90/64": {"keys": 128, "stages": 1}}):
-        assert choose_config(TABLE, "prefill/sm_90/64") == attention_tile(128, 128, 8, 1)
-    assert choose_config(TABLE, "prefill/sm_90/64") == attention_tile(128, 64, 8, 3)
+        assert choose_config(TABLE, "prefill/sm_90/64") == make_attention_config(128, 128, 8, 1)
+    assert choose_config(TABLE, "prefill/sm_90/64") == make_attention_config(128, 64, 8, 3)
 
 
 @pytest.mark.parametrize(

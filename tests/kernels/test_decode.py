@@ -13,7 +13,7 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
-from diffquant.kernels.cache.decode_cut import TILES, choose_tile
+from diffquant.kernels.cache.decode_cut import TILES, choose_decode_config
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.configs import override_configs
 from diffquant.recipe import Recipe
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_named():
 def test_tuned_tiles_that_do_not_fill_the_steps_of_a_store_are_refused(tokens, warps):
     tuned = override_configs({"decode/sm_80/64/4": {"tokens": tokens, "warps": warps}})
     with tuned, pytest.raises(UsageError, match="in which a store grows"):
-        choose_tile(TILES, "decode/sm_80/64/4")
+        choose_decode_config(TILES, "decode/sm_80/64/4")
 
 
 def test_the_operator_has_a_fake():

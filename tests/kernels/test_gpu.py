@@ -9,10 +9,10 @@ import torch
 
 from diffquant.kernels import gpu
 from diffquant.kernels.cache.decode_cut import TILES, DecodeSplit, choose_split_count
-from diffquant.kernels.gpu import device_refusal, fp8_refusal, survey, triton_version, warpgroup_refusal
+from diffquant.kernels.gpu import device_refusal, fp8_refusal, survey_kernels, triton_version, warpgroup_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module
-from diffquant.kernels.linear.linear import launch, linear
+from diffquant.kernels.linear.linear import launch_matmul, linear
 from tests.support.absent_gpu import H100, simulate_gpu
 from tests.support.packed_weights import random_activations, random_case, relative_error
 
@@ -86,7 +86,7 @@ def test_where_it_does_not_single_warps_multiply_and_more_than_256_tokens_take_a
     packed, exact = random_case(48, 96, 4, 32)
     warps, x = [], random_activations(100, 96)
     monkeypatch.setattr(gemm, "choose_config", lambda table, key: warps.append(table[key]["warps"]) or table[key])
-    assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 1e-3
+    assert relative_error(launch_matmul(x, packed, None), x.double() @ exact.T) < 1e-3
     # Triton's products of a warpgroup take four warps.
     assert warps == [2]
     x = random_activations(257, 96)
@@ -144,20 +144,20 @@ def test_a_devices_bandwidth_is_its_memorys_clock_times_its_width(machine, monke
 
 def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatch):
     machine((9, 0), "3.6.0")
-    hopper = survey(CUDA)
+    hopper = survey_kernels(CUDA)
     assert (hopper.capability, hopper.shared_memory, hopper.triton, hopper.table) == ("9.0", 232_448, "3.6", "sm_90")
     (kernel,) = hopper.refused
     assert kernel.startswith("packed linear layers of more than 256 tokens")
     assert "#9433" in str(hopper)
     machine((10, 0))
-    assert "Ampere's configurations (sm_80), since none was tuned for this device" in str(survey(CUDA))
+    assert "Ampere's configurations (sm_80), since none was tuned for this device" in str(survey_kernels(CUDA))
     machine((12, 0), "3.9.0", KIB_99)
     monkeypatch.setenv("DIFFQUANT_KERNEL_CONFIGS", "mine.json")
-    assert survey(CUDA).refused == {}
+    assert survey_kernels(CUDA).refused == {}
     assert "Ampere's configurations (sm_80), since none was tuned for this device, tuned by mine.json" in str(
-        survey(CUDA)
+        survey_kernels(CUDA)
     )
     machine((8, 0), "3.4.0")
-    assert list(survey(CUDA).refused) == ["any of them"]
+    assert list(survey_kernels(CUDA).refused) == ["any of them"]
     machine((8, 6))
-    assert survey(CUDA).refused == {"attention triton-fp8": fp8_refusal(CUDA)}
+    assert survey_kernels(CUDA).refused == {"attention triton-fp8": fp8_refusal(CUDA)}

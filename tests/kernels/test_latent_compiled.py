@@ -8,7 +8,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.latent import TILES, decode_latent
 from diffquant.recipe import Recipe
-from tests.support.latent_inputs import LATENT, SCALE, TURNED, random_latents
+from tests.support.latent_inputs import LATENT, ROTATED, SCALE, random_latents
 from tests.support.offline import SHARED_LIMIT, compiled
 from tests.support.thorough import thorough
 
@@ -51,7 +51,7 @@ def test_shipped_configurations_hold_their_sums_in_registers():
         tile = TILES[f"latent/sm_{table}/{recipe.v.bits}"]
         loop = share.main_loops[0]
         assert loop["HMMA"], name
-        elements = tile["tokens"] * (LATENT + TURNED) / 32
+        elements = tile["tokens"] * (LATENT + ROTATED) / 32
         assert sum(loop.values()) / elements <= most, (name, sum(loop.values()) / elements)
     for name in APPENDED:
         (kernel,) = binaries[f"append-{name}"]

@@ -9,8 +9,8 @@ from diffquant.errors import UsageError
 from diffquant.kernels.configs import override_configs
 from diffquant.kernels.linear import gemm, gemv
 from diffquant.kernels.linear.gemm import launch_dequantize
-from diffquant.kernels.linear.linear import launch, linear, packed_linear
-from diffquant.kernels.linear.repack import dequantize_weight, join, repack, repack_floats
+from diffquant.kernels.linear.linear import launch_matmul, linear, packed_linear
+from diffquant.kernels.linear.repack import dequantize_weight, join_rows, repack, repack_floats
 from diffquant.model.linears import QuantizedLinear
 from tests.support.packed_weights import (
     exact_weight,
@@ -61,7 +61,7 @@ def test_kernels_equal_float64(tokens, rows, width, bits, group, biased):
     x = random_activations(tokens, width)
     bias = random_activations(1, rows, seed=3)[0] if biased else None
     expected = x.double() @ exact.T + (bias.double() if biased else 0)
-    assert relative_error(launch(x, packed, bias), expected) < 6e-4
+    assert relative_error(launch_matmul(x, packed, bias), expected) < 6e-4
 
 
 FLOATS = ("nvfp4", "mxfp4")
@@ -77,7 +77,9 @@ def test_kernels_read_floats_under_scales_of_a_byte(tokens, rows, width, dtype, 
     """In float16 and, to the last bit of what the formats' own decoding gives, in float32."""
     packed, exact = random_floats(rows, width, name)
     x = random_activations(tokens, width).to(dtype)
-    assert relative_error(launch(x, packed, None), x.double() @ exact.T) < (6e-4 if dtype == torch.float16 else 1e-6)
+    assert relative_error(launch_matmul(x, packed, None), x.double() @ exact.T) < (
+        6e-4 if dtype == torch.float16 else 1e-6
+    )
 
 
 @interpreted
@@ -87,10 +89,10 @@ def test_words_asked_for_ahead_change_no_bit(width, kind, tokens, monkeypatch):
     """Programs of several row blocks, which a device has where blocks are more than it holds at once."""
     packed, exact = random_case(83, width, 4, 128) if kind == 4 else random_floats(83, width, kind)
     x = random_activations(tokens, width)
-    at_once = launch(x, packed, None)
+    at_once = launch_matmul(x, packed, None)
     programs = []
     monkeypatch.setattr(gemv, "multiprocessors", lambda _: programs.append(1) or 1)
-    ahead = launch(x, packed, None)
+    ahead = launch_matmul(x, packed, None)
     assert programs
     assert torch.equal(ahead, at_once)
     assert relative_error(ahead, x.double() @ exact.T) < 6e-4
@@ -102,7 +104,7 @@ def test_floats_are_written_out_as_the_formats_decode_them(name):
     packed, exact = random_floats(37, 192, name)
     assert relative_error(dequantize_weight(packed, torch.float64), exact) < 1e-7
     assert torch.equal(launch_dequantize(packed, torch.float16), dequantize_weight(packed, torch.float16))
-    both = join(random_floats(32, 192, name, seed=1)[0], replace(packed, row_scale=8 * packed.row_scale))
+    both = join_rows(random_floats(32, 192, name, seed=1)[0], replace(packed, row_scale=8 * packed.row_scale))
     assert relative_error(launch_dequantize(both, torch.float32)[32:], 8 * exact) < 1e-7
 
 
@@ -128,16 +130,16 @@ def test_hoppers_order_of_products(monkeypatch):
     for bits, group in ((4, 32), (6, 16), (8, 48)):
         packed, exact = random_case(40, 480, bits, group)
         x = random_activations(20, 480)
-        assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
+        assert relative_error(launch_matmul(x, packed, None), x.double() @ exact.T) < 6e-4
 
 
 @interpreted
 def test_splits_of_k_add_up_in_order(monkeypatch):
     packed, exact = random_case(30, 1100, 4, "row")
     x = random_activations(18, 1100)
-    several = launch(x, packed, None)
+    several = launch_matmul(x, packed, None)
     monkeypatch.setattr(gemm, "multiprocessors", lambda _: 1)
-    assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
+    assert relative_error(launch_matmul(x, packed, None), x.double() @ exact.T) < 6e-4
     assert relative_error(several, x.double() @ exact.T) < 6e-4
 
 
@@ -147,7 +149,7 @@ def test_activations_of_any_strides(tokens):
     packed, exact = random_case(20, 192, 4, 32)
     wide = random_activations(tokens, 2 * 192)
     for x in (wide[:, ::2], wide[:, 5:197], wide.T[:192, :].contiguous().T):
-        assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
+        assert relative_error(launch_matmul(x, packed, None), x.double() @ exact.T) < 6e-4
 
 
 @interpreted
@@ -157,9 +159,9 @@ def test_joined_weights_are_one_product(tokens, bits, group):
     """With groups, rows have scales of their own besides."""
     (first, exact_first), (second, exact_second) = (random_case(rows, 192, bits, group, seed=rows) for rows in (32, 21))
     x = random_activations(tokens, 192)
-    joined = join(first, replace(second, row_scale=8 * second.row_scale))
+    joined = join_rows(first, replace(second, row_scale=8 * second.row_scale))
     expected = x.double() @ torch.cat([exact_first, 8 * exact_second]).T
-    assert relative_error(launch(x, joined, None), expected) < 6e-4
+    assert relative_error(launch_matmul(x, joined, None), expected) < 6e-4
     assert relative_error(launch_dequantize(joined, torch.float32), torch.cat([exact_first, 8 * exact_second])) < 1e-6
 
 
@@ -181,7 +183,7 @@ def test_padding_reads_nothing_beyond_the_weight():
             held = QuantizedLinear(packed)
             for name in ("low", "high", "scales", "row_scale"):
                 setattr(held, name, cornered(getattr(packed, name)))
-            assert relative_error(launch(x, held.packed, None), x.double() @ exact.T) < 6e-4
+            assert relative_error(launch_matmul(x, held.packed, None), x.double() @ exact.T) < 6e-4
 
 
 @interpreted
@@ -232,5 +234,5 @@ def test_tuned_tiles_are_used():
     packed, exact = random_case(70, 192, 4, 32)
     x = random_activations(20, 192)
     with override_configs({"gemm/sm_80/32": {"rows": 32, "tokens": 16}, "gemv/sm_80/4": {"warps": 2, "unroll": 1}}):
-        assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
-        assert relative_error(launch(x[:4], packed, None), x[:4].double() @ exact.T) < 6e-4
+        assert relative_error(launch_matmul(x, packed, None), x.double() @ exact.T) < 6e-4
+        assert relative_error(launch_matmul(x[:4], packed, None), x[:4].double() @ exact.T) < 6e-4

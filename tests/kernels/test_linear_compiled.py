@@ -28,20 +28,20 @@ def zeros(rows, width, bits, group, dtype):
 
 def launches():
     from diffquant.kernels.linear.gemm import launch_dequantize
-    from diffquant.kernels.linear.linear import launch
+    from diffquant.kernels.linear.linear import launch_matmul
 
     for capability, dtype in DTYPES.items():
         for bits in (4, 6, 8):
             packed, x = zeros(64, 3072, bits, 128, dtype), torch.zeros(1, 3072, dtype=dtype)
-            yield f"gemv {capability} {bits}", capability, partial(launch, x, packed, None)
+            yield f"gemv {capability} {bits}", capability, partial(launch_matmul, x, packed, None)
         for bits, tokens in GEMM_CASES:
             packed, x = zeros(1024, 3072, bits, 32, dtype), torch.zeros(tokens, 3072, dtype=dtype)
-            yield f"gemm {capability} {bits} {tokens}", capability, partial(launch, x, packed, None)
+            yield f"gemm {capability} {bits} {tokens}", capability, partial(launch_matmul, x, packed, None)
     packed, x = zeros(64, 3072, 4, 32, torch.bfloat16), torch.zeros(8, 3072, dtype=torch.bfloat16)
-    yield "gemv 8 tokens", 90, partial(launch, x, packed, x[0, :64])
+    yield "gemv 8 tokens", 90, partial(launch_matmul, x, packed, x[0, :64])
     yield "expand", 90, partial(launch_dequantize, packed, torch.bfloat16)
     packed, x = zeros(48, 576, 4, 32, torch.float16), torch.zeros(1, 576, dtype=torch.float16)
-    yield "gemv odd", 90, partial(launch, x, packed, None)
+    yield "gemv odd", 90, partial(launch_matmul, x, packed, None)
 
 
 @pytest.fixture(scope="module")

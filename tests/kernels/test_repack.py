@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diffquant.errors import UsageError
 from diffquant.kernels.linear import repack as module
-from diffquant.kernels.linear.repack import dequantize_weight, join, repack
+from diffquant.kernels.linear.repack import dequantize_weight, join_rows, repack
 from tests.support.packed_weights import exact_weight, random_case, random_floats, random_scale, random_words
 from tests.support.tables import in_one_test
 
@@ -45,7 +45,7 @@ def test_widths_that_fill_no_fragment(bits):
 @pytest.mark.parametrize("group", [32, "row", "tensor"])
 def test_two_weights_joined_are_their_rows_below_each_other(bits, group):
     (first, exact_first), (second, exact_second) = (random_case(rows, 96, bits, group, seed=rows) for rows in (48, 21))
-    joined = join(first, second)
+    joined = join_rows(first, second)
     assert joined.shape == (69, 96)
     assert torch.equal(dequantize_weight(joined, torch.float64), torch.cat([exact_first, exact_second]))
 
@@ -62,7 +62,7 @@ def test_two_weights_joined_are_their_rows_below_each_other(bits, group):
 )
 def test_weights_packed_apart_are_not_joined(first, second, message):
     with pytest.raises(UsageError, match=f"two packed weights cannot be joined: .*{message}"):
-        join(random_case(*first)[0], random_case(*second)[0])
+        join_rows(random_case(*first)[0], random_case(*second)[0])
 
 
 def test_large_weights_go_in_slabs(monkeypatch):
@@ -82,7 +82,7 @@ def test_a_weight_is_given_once_its_codes_are_in_memory(monkeypatch):
     assert waited == ["for the stream"]
     monkeypatch.setattr(module, "_finish_writing", waited.append)
     packed, _ = random_case(32, 96, 4, 32)
-    join(packed, packed)
+    join_rows(packed, packed)
     random_floats(32, 96, "nvfp4")
     assert waited[1:] == [torch.device("cpu")] * 3
 

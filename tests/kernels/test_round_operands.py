@@ -10,7 +10,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated
-from diffquant.kernels.attention.round_operands import quantize_rows
+from diffquant.kernels.attention.round_operands import quantize_per_token
 from diffquant.recipe.scheme import Scheme
 from tests.support.kernel_inputs import expected_of_rounded, padding, random_call, relative_error, steps_of_two
 from tests.support.thorough import sampled
@@ -33,7 +33,7 @@ def test_codes_and_scales_are_those_of_the_plain_form(text, dtype):
     k[:, :, 3] = 0
     wanted = round_operands(q, k, Mask(), Scheme.parse(text))
     for x, of_x in zip((q, k), wanted, strict=True):
-        (codes,), steps = quantize_rows([x], Scheme.parse(text))
+        (codes,), steps = quantize_per_token([x], Scheme.parse(text))
         assert torch.equal(codes.float() * steps[:, :, 0, :, None], of_x)
 
 

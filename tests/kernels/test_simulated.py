@@ -21,7 +21,7 @@ from diffquant.kernels import arguments, configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_simulated as module
 from diffquant.kernels.attention.prefill_simulated import TILES
-from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, to_float
+from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, round_to_float
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.scheme import FULL, Scheme
 from tests.support.kernel_inputs import (
@@ -238,7 +238,7 @@ def test_every_e4m3_number_and_what_lies_between_is_rounded_as_a_cast_rounds_it(
 @triton.jit
 def _round(x, out, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    tl.store(out + at, to_float(tl.load(x + at, mask=at < n, other=0.0), 3, -6), mask=at < n)
+    tl.store(out + at, round_to_float(tl.load(x + at, mask=at < n, other=0.0), 3, -6), mask=at < n)
 
 
 @in_one_test(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.kernels.linear.unpacking import product_program, unpack_program
+from diffquant.kernels.linear.unpacking import make_product_ptx, make_unpack_ptx
 from tests.support.tables import in_one_test
 
 PLAIN = {
@@ -61,7 +61,7 @@ def test_every_code_of_every_field(bits, dtype):
     fields, width = (2, 8) if bits == 8 else (4, 4)
     noise = np.random.default_rng(0)
     for field in range(fields):
-        program = unpack_program(bits, field, dtype == torch.float16)
+        program = make_unpack_ptx(bits, field, dtype == torch.float16)
         for stored in range(1 << bits):
             pair = stored, (stored * 37 + 11) % (1 << bits)
             words = bytes_of = 0
@@ -81,4 +81,4 @@ def test_products_are_rounded_once(dtype):
     a, b = torch.randn(2, 200, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
     for x, y in zip(a, b, strict=True):
         registers = [int.from_bytes(pair.view(torch.uint8).numpy().tobytes(), "little") for pair in (x, y)]
-        assert torch.equal(run(product_program(dtype == torch.float16), *registers), x * y)
+        assert torch.equal(run(make_product_ptx(dtype == torch.float16), *registers), x * y)

@@ -3,7 +3,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffquant.measure.scoring import split_into_runs
+from diffquant.measure.scoring import split_into_passes
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=9).map(lambda lengths: sorted(lengths, reverse=True))
 
@@ -17,7 +17,7 @@ def test_no_other_cut_within_the_budget_costs_less(lengths, budget, cached, pass
     def fits(run):
         return len(run) == 1 or len(run) * (lengths[run.start] + cached) <= budget
 
-    runs = split_into_runs(lengths, budget, cached, pass_cost)
+    runs = split_into_passes(lengths, budget, cached, pass_cost)
     assert [index for run in runs for index in run] == list(range(len(lengths)))
     assert all(map(fits, runs))
     others = (

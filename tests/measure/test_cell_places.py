@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import diffquant
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.grid import SweepOptions
@@ -98,7 +98,8 @@ def test_a_cells_key_has_places_only_where_packed_weights_are_expanded_for_them(
 
     def has_same_key(source, dtype, device):
         keys = [
-            CheckpointSubject(source, dtype, device, places=places).key(Recipe()) for places in (None, Places("auto"))
+            CheckpointSubject(source, dtype, device, places=places).key(Recipe())
+            for places in (None, OffloadPlan("auto"))
         ]
         return keys[0] == keys[1]
 

@@ -147,7 +147,7 @@ def test_recorded_results_are_compared_as_their_table_has_it(tmp_path):
     report = diffquant.compare(f"{tmp_path}@{SMOLLM2} 16", f"{tmp_path}@{SMOLLM2} 6:tensor")
     (comparison,) = report.comparisons
     assert (len(comparison.gained), len(comparison.lost)) == (7, 10)
-    assert comparison.p == pytest.approx(binomtest(7, 17, 0.5).pvalue)
+    assert comparison.p_value == pytest.approx(binomtest(7, 17, 0.5).pvalue)
     assert [round(100 * x, 1) for x in (comparison.difference.low, comparison.difference.high)] == [-2.3, 1.1]
 
 

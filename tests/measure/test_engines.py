@@ -20,12 +20,12 @@ import pytest
 from diffquant.errors import CheckpointError, DiffQuantError, MissingDependencyError, UsageError
 from diffquant.measure.sweep import workers as workers_
 from diffquant.measure.sweep.cell import Worker, check_same_environment, measure_all, remove_locks
-from diffquant.measure.sweep.engines import choose_engine
+from diffquant.measure.sweep.engines import choose_executor
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.sweep.subject import CheckpointSubject
-from diffquant.measure.sweep.workers import run_processes, share
-from diffquant.support.progress import silent
+from diffquant.measure.sweep.workers import distribute_cells, run_processes
+from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
 from tests.support.sleepers import Sleeper, scores, sleeping_run
 from tests.support.tables import in_one_test
@@ -171,7 +171,7 @@ def copied_from(folder):
 def test_a_shard_loads_as_few_sets_of_weights_as_can_be(model, tmp_path):
     seen = []
     for number in (1, 2, 3):
-        engine = lambda run, progress: seen.append({cell.weights for cell in run.cells})  # noqa: E731
+        engine = lambda run, progress: seen.append({cell.weights_key for cell in run.cells})  # noqa: E731
         with pytest.raises(DiffQuantError, match="is gone"):
             run_sweep([model], OPTIONS, tmp_path, engine=engine, shard=f"{number}/3")
     assert [len(weights) for weights in seen] == [1, 1, 1]
@@ -216,7 +216,7 @@ def children():
 def test_cells_that_kill_their_workers_are_reported_and_the_others_are_measured(tmp_path):
     deadly = {"cell 3", "cell 4", "cell 9"}
     run = sleeping_run(tmp_path, 2, 10, 0.0, deadly=deadly)
-    run_processes(run, silent, 2)
+    run_processes(run, report_nothing, 2)
     assert scores(tmp_path).keys() == {f"cell {number}" for number in range(10)} - deadly
     lost = [cell for cell in run.cells if cell.read() is None]
     assert {cell.task for cell in lost} == deadly
@@ -244,9 +244,9 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     # Whoever is started in a shell's background ignores SIGINT, and so do those that it starts.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from tests.support.sleepers import sleeping_run; from diffquant.support.progress import silent\n"
+        "from tests.support.sleepers import sleeping_run; from diffquant.support.progress import report_nothing\n"
         "from diffquant.measure.sweep.workers import run_processes; from pathlib import Path\n"
-        f"run_processes(sleeping_run(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent, 2)\n"
+        f"run_processes(sleeping_run(Path({str(tmp_path)!r}), 4, 1000, 0.05), report_nothing, 2)\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", code])
     while len(scores(tmp_path)) < 4:
@@ -281,7 +281,7 @@ def test_a_folder_that_vanishes_is_named(tmp_path, workers):
 def test_workers_that_die_at_once_end_the_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(workers_, "_begin", os.abort)
     with pytest.raises(DiffQuantError, match="workers die before they measure anything"):
-        run_processes(sleeping_run(tmp_path, 1, 4, 0.0), silent, 2)
+        run_processes(sleeping_run(tmp_path, 1, 4, 0.0), report_nothing, 2)
     assert not list(tmp_path.iterdir())
 
 
@@ -294,7 +294,7 @@ class Here:
     def measure(self, number, is_patient):
         if self.dies:
             raise BrokenExecutor
-        self.seen.append((self, self.worker.run.cells[number].weights[0].name))
+        self.seen.append((self, self.worker.run.cells[number].weights_key[0].name))
         future = Future()
         future.set_result(self.worker.measure(number, is_patient))
         return future
@@ -308,7 +308,7 @@ class Here:
 
 def test_each_worker_keeps_to_the_weights_that_it_holds_as_long_as_there_are_cells_of_them(tmp_path):
     run, seen = sleeping_run(tmp_path, 4, 16, 0.0), []
-    share(run, 2, lambda place: Here(run, seen), silent)
+    distribute_cells(run, 2, lambda place: Here(run, seen), report_nothing)
     assert len(scores(tmp_path)) == 16
     for worker in {worker for worker, _ in seen}:
         names = [name for each, name in seen if each is worker]
@@ -322,7 +322,7 @@ def test_a_worker_that_dies_between_two_cells_loses_none(tmp_path):
         started.append(place)
         return Here(run, [], dies=len(started) < 4)
 
-    share(run, 1, start, silent)
+    distribute_cells(run, 1, start, report_nothing)
     assert len(scores(tmp_path)) == 6
     assert len(started) == 4
 
@@ -334,17 +334,17 @@ def test_an_error_of_the_disk_ends_the_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr("diffquant.measure.cells.Cell.write", full)
     run = sleeping_run(tmp_path, 1, 2, 0.0)
     with pytest.raises(OSError, match="no space"):
-        share(run, 1, lambda place: Here(run, []), silent)
+        distribute_cells(run, 1, lambda place: Here(run, []), report_nothing)
 
 
 def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monkeypatch):
-    monkeypatch.setattr(Sleeper, "held_bytes", 4 * 10**9)
-    monkeypatch.setattr(workers_, "free_memory", lambda: 9 * 10**9)
-    monkeypatch.setattr(workers_, "share", lambda *_: None)
+    monkeypatch.setattr(Sleeper, "peak_weight_bytes", 4 * 10**9)
+    monkeypatch.setattr(workers_, "available_memory", lambda: 9 * 10**9)
+    monkeypatch.setattr(workers_, "distribute_cells", lambda *_: None)
     run, said = sleeping_run(tmp_path, 1, 2, 0.0), []
     with pytest.raises(UsageError, match=r"3 x 4\.00 GB of weights, 9\.00 GB of main memory free"):
-        run_processes(run, silent, 3, say=said.append)
-    run_processes(run, silent, 2, say=said.append)
+        run_processes(run, report_nothing, 3, say=said.append)
+    run_processes(run, report_nothing, 2, say=said.append)
     assert said == ["2 workers with 1 thread each; 2 x 4.00 GB of weights, 9.00 GB of main memory free"]
 
 
@@ -356,24 +356,24 @@ def test_options_that_exclude_each_other_are_refused():
         (SweepOptions(), (0, (), None), "must be 1 or more"),
     ):
         with pytest.raises(UsageError, match=said):
-            choose_engine(options, *values, silent)
-    options, engine = choose_engine(SweepOptions(), None, ("cpu", "cpu"), None, silent)
+            choose_executor(options, *values, report_nothing)
+    options, engine = choose_executor(SweepOptions(), None, ("cpu", "cpu"), None, report_nothing)
     assert (options.device, engine.keywords["workers"], engine.keywords["devices"]) == ("cpu", 2, ("cpu", "cpu"))
-    alone, several = (choose_engine(SweepOptions(), workers, (), None, silent)[1] for workers in (1, 3))
-    assert choose_engine(SweepOptions(), None, ("cpu",), None, silent)[0].device == "cpu"
+    alone, several = (choose_executor(SweepOptions(), workers, (), None, report_nothing)[1] for workers in (1, 3))
+    assert choose_executor(SweepOptions(), None, ("cpu",), None, report_nothing)[0].device == "cpu"
     assert (alone.keywords["workers"], several.keywords["workers"]) == (1, 3)
 
 
 def test_without_ray_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'diffquant\[ray\]'"):
-        choose_engine(SweepOptions(), None, (), "auto", silent)
+        choose_executor(SweepOptions(), None, (), "auto", report_nothing)
 
 
 def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, monkeypatch):
     def asking(run, progress):
         check_same_environment(run)
-        monkeypatch.setattr("diffquant.measure.sweep.cell.code_digest", lambda modules: "0123")
+        monkeypatch.setattr("diffquant.measure.sweep.cell.result_version_digest", lambda modules: "0123")
         with pytest.raises(CheckpointError, match="cannot measure the cells as planned, because code differ"):
             check_same_environment(run)
         measure_all(run, progress)

@@ -18,11 +18,11 @@ import diffquant
 from diffquant import data
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
-from diffquant.measure.fidelity import compare
+from diffquant.measure.fidelity import compare_distributions
 from diffquant.measure.fidelity.base_file import BaseFile, write_base
 from diffquant.measure.fidelity.result import Fidelity
-from diffquant.measure.fidelity.sides import Distributions, Server, Side, divergence
-from diffquant.support.progress import silent
+from diffquant.measure.fidelity.sides import ComparedModel, Distributions, ServedModel, divergence
+from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
@@ -140,7 +140,7 @@ def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
     """Positions of a chunk that are all alike tell no more than one of them."""
     levels = torch.linspace(0, 1, 32, dtype=torch.float64)[:, None]
     narrow, wide = (
-        Fidelity.of((kl, kl > 0, torch.stack([kl, kl]), None), {"name": "a"}, {"name": "b"}, {}, {})
+        Fidelity.from_compared((kl, kl > 0, torch.stack([kl, kl]), None), {"name": "a"}, {"name": "b"}, {}, {})
         for kl in (levels.expand(32, 1), levels.expand(32, 500))
     )
     assert (narrow.mean.low, narrow.mean.high) == pytest.approx((wide.mean.low, wide.mean.high))
@@ -153,7 +153,9 @@ def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
 
 def test_a_perplexity_beyond_all_numbers_is_none_in_json():
     kl = torch.ones(2, 3, dtype=torch.float64)
-    broken = Fidelity.of((kl, kl > 0, torch.stack([kl, 1000 * kl]), None), {"name": "a"}, {"name": "b"}, {}, {})
+    broken = Fidelity.from_compared(
+        (kl, kl > 0, torch.stack([kl, 1000 * kl]), None), {"name": "a"}, {"name": "b"}, {}, {}
+    )
     assert broken.perplexities == (pytest.approx(math.e), math.inf)
     assert json.loads(broken.to_json())["perplexity"]["candidate"] is None
 
@@ -260,34 +262,34 @@ def test_a_server_gives_a_lower_bound_with_its_k(reference, candidate, result, s
 
 
 def test_a_server_is_asked_once_how_it_begins_texts(reference, candidate, serve, monkeypatch):
-    asked, post = [], Server._post
-    monkeypatch.setattr(Server, "_post", lambda self, path, body: asked.append(path) or post(self, path, body))
+    asked, post = [], ServedModel._post
+    monkeypatch.setattr(ServedModel, "_post", lambda self, path, body: asked.append(path) or post(self, path, body))
     found = diffquant.fidelity(reference, serve(candidate), top_k=5, **READING)
     assert asked.count("/tokenize") == 3
     assert asked.count("/v1/completions") == found.text["chunks"]
 
 
 def test_tokens_that_a_vocabulary_does_not_have_are_refused():
-    class Told(Side):
-        name, first_token = "", None
+    class Told(ComparedModel):
+        name, bos_token_id = "", None
 
         def __init__(self, name, told):
             self.name, self._told = name, told
 
-        def about(self):
+        def describe_model(self):
             return {}
 
         def tokens(self, text):
             return []
 
-        def predict(self, number, ids, first):
+        def predict(self, chunk_index, ids, first):
             return self._told
 
     whole, more = random_logs(3, 7).float(), random_logs(3, 9).float()
     chunk = torch.arange(8)[None] % 7
     for other in (Distributions(more), Distributions(torch.full((3, 1), -1.0), torch.full((3, 1), 8), 1)):
         with pytest.raises(UsageError, match="a has a vocabulary of 7 tokens, and b"):
-            compare(Told("a", Distributions(whole)), Told("b", other), chunk, silent)
+            compare_distributions(Told("a", Distributions(whole)), Told("b", other), chunk, report_nothing)
 
 
 def test_a_server_that_refuses_is_told_of(reference, candidate, serve):
@@ -352,7 +354,7 @@ def test_a_card_tells_what_was_measured_last(reference, candidate, tmp_path):
     for _ in range(2):
         measured = diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text")
     text = (folder / "README.md").read_text()
-    assert text == "---\nlicense: mit\n---\n\n# Mine\n\n## Use\n\nwords\n\n" + measured.card()
+    assert text == "---\nlicense: mit\n---\n\n# Mine\n\n## Use\n\nwords\n\n" + measured.format_card_section()
     (entry,) = parse_eval_result_entries(yaml.safe_load((folder / ".eval_results/fidelity.yaml").read_text()))
     assert entry.dataset_id == "org/text"
     assert open_source(folder).fingerprint == before

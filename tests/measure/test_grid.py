@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diffquant.errors import UsageError
-from diffquant.measure.sweep.grid import SweepOptions, points
+from diffquant.measure.sweep.grid import SweepOptions, list_points
 from diffquant.recipe import Recipe
 from tests.support.tables import in_one_test
 
@@ -13,11 +13,11 @@ MODEL, OTHER = Path("model"), Path("other")
 
 
 def labels(models=(MODEL,), **options):
-    return [point.label for point in points(models, SweepOptions(**options))]
+    return [point.label for point in list_points(models, SweepOptions(**options))]
 
 
 def test_a_models_16_bits_come_once_and_first_whatever_bits_are_asked_for():
-    grid = points([MODEL, OTHER], SweepOptions(bits=(4, 16, 8), targets=("logits", "kv")))
+    grid = list_points([MODEL, OTHER], SweepOptions(bits=(4, 16, 8), targets=("logits", "kv")))
     assert [p.label for p in grid[:5]] == ["16 bits", "logits 8:row", "logits 4:row", "kv 8:row", "kv 4:row"]
     assert [p.is_baseline for p in grid] == [True, *[False] * 4] * 2
     assert [p.model for p in grid] == [MODEL] * 5 + [OTHER] * 5
@@ -25,7 +25,7 @@ def test_a_models_16_bits_come_once_and_first_whatever_bits_are_asked_for():
 
 
 def test_each_target_sets_its_own_part_of_the_recipe():
-    grid = points([MODEL], SweepOptions(bits=(6,), targets=("weights", "kv", "k", "v", "logits", "qk", "p", "pv")))
+    grid = list_points([MODEL], SweepOptions(bits=(6,), targets=("weights", "kv", "k", "v", "logits", "qk", "p", "pv")))
     fields = ("weights", "kv", "k", "v", "logits", "qk", "p", "pv")
     assert [p.recipe for p in grid[1:]] == [Recipe.of(**{field: 6}) for field in fields]
 

@@ -10,7 +10,7 @@ from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.protocols.harness_plugin import HarnessModel
 from diffquant.measure.torch_model import TorchModel
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
 from tests.support.harness_task import NAME, harness, write_task
 from tests.support.tables import in_one_test
@@ -29,12 +29,12 @@ def instances(kind, arguments):
 
 def ours_and_theirs(max_length=512):
     model, tokenizer = tiny_lm.llama(max_length), tiny_lm.tokenizer()
-    return HarnessModel(TorchModel(model, tokenizer), 4096, silent), HFLM(pretrained=model, tokenizer=tokenizer)
+    return HarnessModel(TorchModel(model, tokenizer), 4096, report_nothing), HFLM(pretrained=model, tokenizer=tokenizer)
 
 
 def test_a_local_task_scores_as_hflm_scores_it(task_file):
     ours, theirs = ours_and_theirs()
-    result = harness(str(task_file), limit=9).run(ours.model, None, silent)
+    result = harness(str(task_file), limit=9).run(ours.model, None, report_nothing)
     manager = TaskManager(include_path=str(task_file.parent), include_defaults=False)
     expected = simple_evaluate(model=theirs, tasks=[NAME], limit=9, task_manager=manager, bootstrap_iters=0)
     assert result.metric == "acc_norm"
@@ -80,10 +80,10 @@ def test_a_file_that_names_no_task_is_refused(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("dataset_path: json\n")
     with pytest.raises(UsageError, match="names no task"):
-        harness(str(path)).run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, silent)
+        harness(str(path)).run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, report_nothing)
 
 
 def test_without_lm_eval_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
-        harness("arc_easy").run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, silent)
+        harness("arc_easy").run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, report_nothing)

@@ -19,7 +19,7 @@ from diffquant.measure.tasks import lm_eval as lm_eval_task
 from diffquant.measure.tasks import make_tasks
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
 from tests.support.harness_task import harness
 
@@ -252,7 +252,7 @@ def test_the_file_that_is_named_is_the_task_that_runs(place):
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
     write(place, {"older.yaml": reading("{data_files: {test: e.json}}"), "e.json": ""})
     with pytest.raises(UsageError, match=r"older\.yaml defines quiz as well"):
-        harness("quiz.yaml").run(None, None, silent)
+        harness("quiz.yaml").run(None, None, report_nothing)
 
 
 FILTERED = (
@@ -273,7 +273,7 @@ def test_a_task_with_several_filters_is_scored_by_its_first(place):
     """Every filter has each document once more: together they are another score, of twice as many items."""
     write(place, {"quiz.yaml": FILTERED, "d.json": ""})
     model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")), tiny_lm.tokenizer())
-    result = harness("quiz.yaml").run(model, None, silent)
+    result = harness("quiz.yaml").run(model, None, report_nothing)
     assert result.n == len(result.values) == len(DOCUMENTS)
     assert result.details["metrics"]["quiz/exact_match,strict"] == result.score == 0
     assert result.details["metrics"]["quiz/exact_match,loose"] == 0.5
@@ -282,7 +282,7 @@ def test_a_task_with_several_filters_is_scored_by_its_first(place):
 def test_a_group_of_tasks_runs_from_its_file(place):
     write(place, FORMS["group"][0])
     model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")), tiny_lm.tokenizer())
-    result = harness("quiz.yaml").run(model, None, silent)
+    result = harness("quiz.yaml").run(model, None, report_nothing)
     assert result.n == 2 * len(DOCUMENTS)
     assert TaskFiles(place / "quiz.yaml").name == "quiz"
 
@@ -323,11 +323,11 @@ def test_lm_eval_is_given_no_path_that_nobody_checked(place, name, monkeypatch):
     monkeypatch.setattr(lm_eval_task, "_all_tasks", lambda: TaskManager(include_defaults=False))
     write(place, {"quiz.txt": PLAIN})
     with pytest.raises(UsageError, match=r"has no task .* path of a \.yaml"):
-        harness(name).run(None, None, silent)
+        harness(name).run(None, None, report_nothing)
 
 
 def test_a_pipe_among_the_files_that_lm_eval_opens_is_refused(place):
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
     os.mkfifo(place / "other.yaml")
     with pytest.raises(OSError, match="named pipe"):
-        harness("quiz.yaml").run(None, None, silent)
+        harness("quiz.yaml").run(None, None, report_nothing)

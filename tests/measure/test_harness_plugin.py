@@ -11,7 +11,7 @@ from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from diffquant.errors import NotFiredError, UsageError
+from diffquant.errors import NotQuantizedError, UsageError
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.protocols.harness_plugin import DiffQuantLM
 from diffquant.measure.task import BATCH_TOKENS
@@ -146,5 +146,5 @@ def test_a_model_spread_over_memory_and_disk_answers_alike(checkpoint, tmp_path)
 def test_logits_that_no_layer_quantized_are_no_answer(checkpoint, monkeypatch):
     model = from_text(checkpoint, "recipe=paper")
     monkeypatch.setattr("diffquant.measure.protocols.harness_plugin.score", lambda *_: [(0.0, True)])
-    with pytest.raises(NotFiredError, match="layers 0, 1"):
+    with pytest.raises(NotQuantizedError, match="layers 0, 1"):
         model.loglikelihood(instances("loglikelihood", [("He", " went")]))

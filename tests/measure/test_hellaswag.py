@@ -53,8 +53,8 @@ def test_items_that_lm_eval_prepared_are_scored_as_it_scores_them(tmp_path):
 
 def test_brackets_that_nothing_closes_take_linear_time():
     started = time.process_time()
-    assert hellaswag.preprocess("[" * 200_000 + "a]b\n[c") == "b\n[c"
-    assert hellaswag.preprocess("[" * 200_000) == "[" * 200_000
+    assert hellaswag.remove_markup("[" * 200_000 + "a]b\n[c") == "b\n[c"
+    assert hellaswag.remove_markup("[" * 200_000) == "[" * 200_000
     assert time.process_time() - started < 5
 
 

@@ -11,9 +11,9 @@ from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import ITEMS as ITEMS_COLUMNS
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.findings import headline
+from diffquant.measure.sweep.findings import summarize_findings
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.plot import bands
+from diffquant.measure.sweep.plot import list_panel_rows
 from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import make_tasks
@@ -27,20 +27,20 @@ ITEMS = hellaswag.load_items(limit=9)
 class WholeSequences(TorchModel):
     """A model whose prefixes must not be shared."""
 
-    shares_prefixes = False
+    can_share_prefixes = False
 
 
 class SequencesOfOneLength(WholeSequences):
     """A model that takes no padding either."""
 
-    takes_padding = False
+    can_take_padding = False
 
 
 def ending_logprobs(model, item):
     """Next-token log-probabilities [T, V] over each ending, each in a pass of its own, and the ending's tokens."""
     encoder = RequestEncoder(tiny_lm.tokenizer(), 512, tiny_lm.WORDS)
     for ending in item.endings:
-        request = encoder.request(item.query, f" {ending}")
+        request = encoder.encode_request(item.query, f" {ending}")
         logits = model(torch.tensor([request.context + request.continuation])).logits[0]
         yield logits.log_softmax(-1)[len(request.context) - 1 : -1], torch.tensor(request.continuation)
 
@@ -100,9 +100,9 @@ def test_kl_is_a_mean_over_tokens():
 
 def test_results_of_before_there_were_margins_have_the_columns_that_they_had():
     old = TaskResult(metric="acc_norm", score=0.5, n=2, values=[0, 1], choices=[1, 1])
-    assert MARGINS.heads("hellaswag", [old], True) == ["acc_norm % [95 %]", "difference [95 %]", "flips"]
+    assert MARGINS.headings("hellaswag", [old], True) == ["acc_norm % [95 %]", "difference [95 %]", "flips"]
     assert [column.text(old, None) for column in MARGINS.table_metrics([old])] == ["50.0 [9.5, 90.5]", "-", "-"]
-    assert [change.of(old, old) is not None for change in MARGINS.changes] == [False, False, True]
+    assert [change.of(old, old) is not None for change in MARGINS.change_metrics] == [False, False, True]
     (note,) = MARGINS.notes([old])
     assert "margin" not in note
 
@@ -121,8 +121,11 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
     sweep.require_complete()
     head = sweep.table().splitlines()[0]
     assert head.index("KL [95 %]") < head.index("margin [95 %]") < head.index("acc_norm") < head.index("flips")
-    assert [band.metric.label for band in bands(sweep)] == [*(c.label for c in MARGINS.changes), "score, %"]
-    (told,) = headline(sweep)
+    assert [band.metric.label for band in list_panel_rows(sweep)] == [
+        *(c.label for c in MARGINS.change_metrics),
+        "score, %",
+    ]
+    (told,) = summarize_findings(sweep)
     assert told.startswith(f"hellaswag: {len(ITEMS)} items cannot show a loss below")
     assert "KL shows a change in 1 of 1 configurations" in told
     assert (
@@ -143,7 +146,7 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
 def test_the_reference_is_of_the_items_of_the_task():
     (task,) = make_tasks(["hellaswag"], {"limit": 3}, 4096)
     model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
-    reference = task.reference(model, lambda *_: None)
+    reference = task.compute_reference(model, lambda *_: None)
     measured = task.run(model, reference, lambda *_: None)
     assert len(reference) == sum(measured.details["tokens_by_item"])
     assert measured.details["kl"] == pytest.approx(0, abs=1e-5)

@@ -12,12 +12,12 @@ from diffquant import data
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import UsageError
 from diffquant.measure.protocols import needle
-from diffquant.measure.protocols.needle import DEPTHS, NeedlePlan, make_items, spellable_sentences
+from diffquant.measure.protocols.needle import DEPTHS, NeedlePlan, encodable_sentences, make_items
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
 from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
-from diffquant.measure.tasks.needle import Needle, accuracy_by_place
+from diffquant.measure.tasks.needle import Needle, accuracy_by_depth
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
@@ -35,7 +35,7 @@ def items():
 
 def test_every_item_fits_its_length_and_fills_it(items):
     for item in items:
-        prompt, answer = item.requests()[-1]
+        prompt, answer = item.query_texts()[-1]
         tokens = len(tiny_lm.tokenizer().encode(prompt + answer))
         assert tokens <= item.length
         # A sentence of the text seldom has more.
@@ -45,7 +45,7 @@ def test_every_item_fits_its_length_and_fills_it(items):
 def test_a_context_holds_all_its_needles_once_and_those_asked_for_together(items):
     for item in items:
         assert item.context.count("The magic number for") == PLAN.needles
-        together = " ".join(needle.statement(*pair) for pair in item.asked)
+        together = " ".join(needle.needle_sentence(*pair) for pair in item.asked)
         assert item.context.count(together) == 1
 
 
@@ -72,8 +72,8 @@ def test_contexts_of_one_needle_are_those_of_the_recorded_cells(model):
 def test_needles_asked_for_stand_at_their_depth():
     plan = NeedlePlan(needles=1, lengths=(400,), samples=8)
     for item in make_items(tiny_lm.tokenizer(), data.books_text(), plan):
-        before, _, after = item.context.partition(needle.statement(*item.asked[0]))
-        parts = needle.sentences(before + after)
+        before, _, after = item.context.partition(needle.needle_sentence(*item.asked[0]))
+        parts = needle.split_sentences(before + after)
         # As near as the end of a sentence is, spaces aside.
         furthest = max(map(len, parts)) / 2 + len(parts)
         assert abs(len(before) - item.depth * (len(before) + len(after))) <= furthest
@@ -114,13 +114,13 @@ def test_sentences_that_a_tokenizer_cannot_spell_are_left_out():
             return {"input_ids": [[int(word.strip(" .") in self.known) for word in t.split()] for t in texts]}
 
     text = "the cat sat. the dog sat. " * 20
-    assert {sentence for sentence, _ in spellable_sentences(Words(), text)} == {"the cat sat."}
+    assert {sentence for sentence, _ in encodable_sentences(Words(), text)} == {"the cat sat."}
     with pytest.raises(UsageError, match="can encode only 3 of the text's 6 sentences"):
-        spellable_sentences(Words(), "the cat sat. the dog sat. " * 3)
+        encodable_sentences(Words(), "the cat sat. the dog sat. " * 3)
 
 
 def test_titles_end_no_sentence():
-    assert needle.sentences("Mr. Jones and Mrs. Smith\nmet Dr. Who. They left! Why?") == [
+    assert needle.split_sentences("Mr. Jones and Mrs. Smith\nmet Dr. Who. They left! Why?") == [
         "Mr. Jones and Mrs. Smith met Dr. Who.",
         "They left!",
         "Why?",
@@ -133,7 +133,7 @@ def test_only_what_greedy_decoding_gives_counts():
     plan = NeedlePlan(needles=4, lengths=(160,), samples=3)
     items, retrieved = needle.evaluate_needle(TorchModel(loaded, tokenizer), data.books_text(), plan)
     for item, share in zip(items, retrieved, strict=True):
-        prompt, answer = item.requests()[0]
+        prompt, answer = item.query_texts()[0]
         ids = torch.tensor([tokenizer.encode(prompt)])
         wanted = tokenizer.encode(prompt + answer)[ids.shape[1] :]
         # Without a mask, transformers takes the tokens that are pad_token_id for padding.
@@ -186,4 +186,4 @@ def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
         assert low[f"{task} difference"] == pytest.approx(low[f"{task} score"] - full[f"{task} score"])
         assert f"{task} retrieved" in result.table()
     for _, cell in result.cells_of(Needle):
-        assert {*accuracy_by_place(cell)} == {(depth, length) for depth in DEPTHS for length in (120, 160)}
+        assert {*accuracy_by_depth(cell)} == {(depth, length) for depth in DEPTHS for length in (120, 160)}

@@ -14,7 +14,7 @@ from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.scoring import score
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
-from diffquant.measure.sweep.plot import bands
+from diffquant.measure.sweep.plot import list_panel_rows
 from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.task import LIMIT, Task, TaskOption
@@ -39,15 +39,15 @@ class Colours(Task):
     def parse(cls, name, values, batch_tokens):
         if name != cls.kind:
             raise cls.make_name_error(name)
-        return cls(shout=SHOUT.of(values), batch_tokens=batch_tokens)
+        return cls(shout=SHOUT.value_in(values), batch_tokens=batch_tokens)
 
     def identity(self):
         return {"name": self.name, "shout": self.shout, "batch_tokens": self.batch_tokens}
 
     def run(self, model, reference, progress):
-        encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary)
+        encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary_size)
         asked = [(q.upper() if self.shout else q, word) for q, words in QUESTIONS for word in words]
-        logprobs = [logprob for logprob, _ in score(model, encoder.requests(asked), self.batch_tokens, progress)]
+        logprobs = [logprob for logprob, _ in score(model, encoder.encode_requests(asked), self.batch_tokens, progress)]
         choices = [int(wrong > right) for right, wrong in zip(logprobs[::2], logprobs[1::2], strict=True)]
         values = [1 - choice for choice in choices]
         return TaskResult(metric="acc", score=sum(values) / 3, n=3, values=values, choices=choices)
@@ -75,7 +75,7 @@ def test_a_registered_task_is_swept_tabulated_and_drawn(model, tmp_path):
     assert full["colours n"] == 3
     assert low["colours difference"] == pytest.approx(low["colours score"] - full["colours score"])
     assert "colours acc" in result.table().splitlines()[0]
-    change, score = bands(result)
+    change, score = list_panel_rows(result)
     assert [point.x for point in change.lines["attention logits, per row"][0].points] == [2]
     assert score.lines["attention logits, per row"][0].full.y == 100 * full["colours score"]
     assert "plot.png" in {path.name for path in write_outputs(result, tmp_path)}

@@ -12,14 +12,14 @@ from diffquant.measure.cells import Cell
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.stats import Difference, mean_interval, paired_difference, wilson_interval
 from diffquant.measure.sweep import plot as sweep_plot
-from diffquant.measure.sweep.findings import headline
-from diffquant.measure.sweep.grid import SweepOptions, points
+from diffquant.measure.sweep.findings import summarize_findings
+from diffquant.measure.sweep.grid import SweepOptions, list_points
 from diffquant.measure.sweep.outputs import sweep_report, write_outputs
-from diffquant.measure.sweep.plot import bands
+from diffquant.measure.sweep.plot import list_panel_rows
 from diffquant.measure.sweep.result import SweepResult, csv_table, json_rows, read_sweep
 from diffquant.measure.sweep.run import run_sweep
-from diffquant.measure.tasks import kind_of
-from diffquant.reports.page import page
+from diffquant.measure.tasks import task_class_named
+from diffquant.reports.page import render_page
 from diffquant.reports.plots import MARKERS
 from tests.support import tiny_lm
 
@@ -47,7 +47,7 @@ def measured(point, task):
 
 @pytest.fixture
 def sweep():
-    cells = [measured(point, task) for point in points(MODELS, OPTIONS) for task in OPTIONS.tasks]
+    cells = [measured(point, task) for point in list_points(MODELS, OPTIONS) for task in OPTIONS.tasks]
     settings = {
         "date": "2026-01-01 00:00 UTC",
         "options": {"bits": [8, 4, 3]},
@@ -61,7 +61,7 @@ def sweep():
 
 
 def report_html(sweep):
-    return page(sweep_report(sweep, "run", ["sweep.json", "table.csv"]))
+    return render_page(sweep_report(sweep, "run", ["sweep.json", "table.csv"]))
 
 
 def test_a_sweep_is_read_back_as_it_was_written(sweep, tmp_path):
@@ -111,7 +111,7 @@ def test_csv_and_json_hold_the_same_numbers_in_full(sweep):
 
 
 def test_an_interval_of_one_item_has_no_ends_in_csv_and_json():
-    points_of_two = points(MODELS[:1], SweepOptions(tasks=("hellaswag",), bits=(4,)))
+    points_of_two = list_points(MODELS[:1], SweepOptions(tasks=("hellaswag",), bits=(4,)))
     stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
     cells = [
         Cell(point, "hellaswag", TaskResult.from_dict(scored | stored), None)
@@ -129,7 +129,7 @@ PER_ROW, PER_TENSOR = "attention logits, per row", "attention logits, per tensor
 
 
 def test_a_line_runs_from_wide_to_narrow_and_leaves_out_what_failed(sweep):
-    change, score = bands(sweep)
+    change, score = list_panel_rows(sweep)
     assert (change.is_change, score.is_change) == (True, False)
     drawn = {(title, line.model): line for title, lines in score.lines.items() for line in lines}
     assert set(drawn) == {(title, model) for title in (PER_ROW, PER_TENSOR) for model in ("transformer", "diff")}
@@ -140,7 +140,7 @@ def test_a_line_runs_from_wide_to_narrow_and_leaves_out_what_failed(sweep):
 
 def test_of_one_model_granularities_are_lines_of_one_panel(sweep):
     alone = replace(sweep, cells=[cell for cell in sweep.cells if cell.point.model == MODELS[1]])
-    change, score = bands(alone)
+    change, score = list_panel_rows(alone)
     for band in (change, score):
         assert {title: [line.model for line in lines] for title, lines in band.lines.items()} == {
             "attention logits": ["per row", "per tensor"]
@@ -155,7 +155,7 @@ def test_of_one_model_granularities_are_lines_of_one_panel(sweep):
 def test_panels_that_all_show_the_same_are_one(sweep):
     baseline = {cell.point.model: cell.result for cell in sweep.cells if cell.point.is_baseline}
     same = replace(sweep, cells=[replace(cell, result=baseline[cell.point.model]) for cell in sweep.cells])
-    for band in bands(same):
+    for band in list_panel_rows(same):
         ((title, lines),) = band.lines.items()
         assert title == "all targets: same values"
         assert {line.model: [point.x for point in line.points] for line in lines} == {
@@ -163,12 +163,12 @@ def test_panels_that_all_show_the_same_are_one(sweep):
             "diff": [8, 4, 3],
         }
     one_changed = [cell if cell.point.bits == 3 else equal for cell, equal in zip(sweep.cells, same.cells, strict=True)]
-    assert all(len(band.lines) == 2 for band in bands(replace(sweep, cells=one_changed)))
+    assert all(len(band.lines) == 2 for band in list_panel_rows(replace(sweep, cells=one_changed)))
     assert "all targets: same values" in report_html(same)
 
 
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
-    eight, *_ = bands(sweep)[0].lines[PER_ROW][0].points
+    eight, *_ = list_panel_rows(sweep)[0].lines[PER_ROW][0].points
     change = paired_difference([int(i < 5) for i in range(10)], [int(i < 6) for i in range(10)])
     assert eight[1:4] == pytest.approx((-10, 100 * change.low, 100 * change.high))
 
@@ -181,10 +181,10 @@ def test_the_bar_of_a_share_is_wilsons_interval():
 
 
 def test_a_text_is_drawn_as_kl_with_its_interval_over_windows_and_not_at_16_bits():
-    text = kind_of("perplexity").columns
+    text = task_class_named("perplexity").columns
     kl = TaskResult(metric="perplexity", details={"kl": 0.3, "kl_by_window": [0.2, 0.5], "tokens_by_window": [64, 32]})
     interval = mean_interval([0.2, 0.5], [64, 32])
-    (change,) = text.changes
+    (change,) = text.change_metrics
     assert change.of(kl, None) == Difference(0.3, interval.low, interval.high)
     earlier = TaskResult(metric="perplexity", details={"kl": 0.3})
     assert change.of(earlier, None) == Difference(0.3, 0.3, 0.3)
@@ -193,15 +193,15 @@ def test_a_text_is_drawn_as_kl_with_its_interval_over_windows_and_not_at_16_bits
 
 def test_no_two_models_of_a_panel_look_alike():
     models = [Path(f"model-{number}") for number in range(12)]
-    cells = [measured(point, "hellaswag") for point in points(models, replace(OPTIONS, bits=(8, 4)))]
-    for axis in sweep_plot._figure(bands(SweepResult(cells, {}))).axes[:2]:
+    cells = [measured(point, "hellaswag") for point in list_points(models, replace(OPTIONS, bits=(8, 4)))]
+    for axis in sweep_plot._figure(list_panel_rows(SweepResult(cells, {}))).axes[:2]:
         lines = [line for line in axis.get_lines() if line.get_marker() in MARKERS]
         looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
         assert len(looks) == len(lines) == len(models)
 
 
 def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_measurable(sweep):
-    failed, sentence = headline(sweep)
+    failed, sentence = summarize_findings(sweep)
     assert failed == "2 of 28 cells failed."
     said = r"hellaswag: 10 items cannot show a loss below \d\d points; use more items, or KL\."
     assert re.fullmatch(said, sentence)
@@ -211,9 +211,9 @@ def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_me
     ]
     assert (
         "2 of 10 configurations lose; the largest loss is that of transformer at logits 3:row"
-        in headline(replace(sweep, cells=lost))[1]
+        in summarize_findings(replace(sweep, cells=lost))[1]
     )
-    assert headline(replace(sweep, cells=lost))[1].endswith("From 4 bits up no loss is measurable.")
+    assert summarize_findings(replace(sweep, cells=lost))[1].endswith("From 4 bits up no loss is measurable.")
 
 
 class References(HTMLParser):
@@ -261,7 +261,7 @@ def test_the_report_escapes_the_names_of_models(sweep):
 def test_a_name_is_drawn_letter_by_letter(sweep, tmp_path, name):
     renamed = {Path("transformer"): Path(name), Path("diff"): Path("diff")}
     cells = [replace(cell, point=replace(cell.point, model=renamed[cell.point.model])) for cell in sweep.cells]
-    figure = sweep_plot._figure(bands(SweepResult(cells, sweep.settings)))
+    figure = sweep_plot._figure(list_panel_rows(SweepResult(cells, sweep.settings)))
     figure.savefig(tmp_path / "plot.svg")
     (legend,) = figure.legends
     drawn = [text._preprocess_math(text.get_text()) for text in legend.get_texts()]

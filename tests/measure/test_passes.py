@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from diffquant.measure import scoring
-from diffquant.measure.language_model import LanguageModel, Request, States
+from diffquant.measure.language_model import LanguageModel, ModelOutputs, Request
 from diffquant.measure.protocols import hellaswag
-from diffquant.measure.scoring import pass_cost_on, score, split_into_runs
+from diffquant.measure.scoring import pass_cost_on, score, split_into_passes
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.task import batch_tokens_on
 from diffquant.measure.torch_model import TorchModel
@@ -18,7 +18,7 @@ from tests.support import tiny_lm
 
 
 class Cache:
-    def select(self, rows):
+    def select_sequences(self, indices):
         pass
 
     def branch(self):
@@ -31,7 +31,7 @@ class Counting(LanguageModel):
     device = torch.device("cpu")
     recipe = Recipe()
     max_length = 8192
-    vocabulary = 2
+    vocabulary_size = 2
 
     def __init__(self):
         self.passes = 0
@@ -39,9 +39,9 @@ class Counting(LanguageModel):
     def new_cache(self):
         return Cache()
 
-    def read(self, ids, mask=None, cache=None):
+    def compute_outputs(self, ids, mask=None, cache=None):
         self.passes += 1
-        return States(torch.zeros(*ids.shape, 2))
+        return ModelOutputs(torch.zeros(*ids.shape, 2))
 
     def generate(self, *_):
         raise NotImplementedError
@@ -88,14 +88,14 @@ class Counted(Sequence):
 
 def test_planning_looks_at_lengths_and_not_at_pairs_of_sequences():
     lengths = Counted(sorted((20 + i % 60 for i in range(6000)), reverse=True))
-    runs = split_into_runs(lengths, 1 << 20, 80, 4096)
+    runs = split_into_passes(lengths, 1 << 20, 80, 4096)
     assert sum(map(len, runs)) == 6000
     assert lengths.looks < 6000 * (60 + 3)
 
 
 def test_the_device_chooses_the_budget_unless_it_is_given():
-    assert SweepOptions().pass_tokens("cpu") == 4096 < SweepOptions().pass_tokens("cuda:1")
-    assert SweepOptions(batch_tokens=64).pass_tokens("cuda") == 64
+    assert SweepOptions().batch_tokens_for("cpu") == 4096 < SweepOptions().batch_tokens_for("cuda:1")
+    assert SweepOptions(batch_tokens=64).batch_tokens_for("cuda") == 64
 
 
 def test_a_models_cells_share_one_encoding_of_the_items(monkeypatch):

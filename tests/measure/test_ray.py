@@ -11,7 +11,7 @@ import pytest
 
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.sweep.ray_cluster import run_on_ray
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 from tests.support.ray_here import RayHere
 from tests.support.sleepers import scores, sleeping_run
 from tests.support.thorough import thorough
@@ -55,7 +55,7 @@ def test_a_machine_that_would_measure_other_cells_is_refused_before_the_first(ad
     for cell in run.cells:
         cell.key["code"] = "0123456789abcdef"
     with pytest.raises(UsageError, match=r"cannot take part: .* cannot measure the cells as planned, because code"):
-        run_on_ray(run, silent, address, 1)
+        run_on_ray(run, report_nothing, address, 1)
     assert not list(tmp_path.iterdir())
 
 
@@ -79,4 +79,4 @@ def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
         UsageError,
         match=r"no Ray cluster at auto: Could not find any running Ray instance\.; start one with `ray start",
     ):
-        run_on_ray(sleeping_run(tmp_path, 1, 1, 0.0), silent, "auto")
+        run_on_ray(sleeping_run(tmp_path, 1, 1, 0.0), report_nothing, "auto")

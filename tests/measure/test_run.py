@@ -10,12 +10,12 @@ import torch
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
-from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
+from diffquant.errors import CheckpointError, FailedCellsError, NotQuantizedError, UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep import subject
-from diffquant.measure.sweep.cell import progress_within
+from diffquant.measure.sweep.cell import make_cell_progress
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.plan import describe_work, estimate_seconds, explain_remeasuring, plan_sweep
 from diffquant.measure.sweep.run import evaluate, run_sweep
@@ -25,8 +25,8 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.support.installation import code_digest, commit
-from diffquant.support.plain_data import plain_digest
+from diffquant.support.installation import find_commit, result_version_digest
+from diffquant.support.plain_data import plain_data_digest
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -95,14 +95,14 @@ def loads(monkeypatch):
 def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     result = run_sweep([model], OPTIONS, output)
     assert len(result.cells) == CELLS
-    assert not result.failed
+    assert not result.failed_cells
     tokenizer, text = load_tokenizer(model), load_text(characters=600)
     plain, quantized = (TorchModel(load(model, recipe), tokenizer) for recipe in (None, Recipe.of(weights="4:row")))
     point = next(p for p in result.points if p.label == "weights 4:row")
     outcome = hellaswag.evaluate_hellaswag(quantized, hellaswag.load_items(limit=6))
     assert result.result_and_baseline(point, "hellaswag")[0].choices == outcome.choices
     reference = perplexity.compute_reference(plain, text, 64, 32)
-    score = perplexity.score_text(quantized, text, 64, 32, reference=reference)
+    score = perplexity.compute_perplexity(quantized, text, 64, 32, reference=reference)
     measured = result.result_and_baseline(point, "perplexity")[0].details
     assert measured["perplexity"] == pytest.approx(score["perplexity"])
     assert measured["kl"] == pytest.approx(score["kl"])
@@ -134,7 +134,7 @@ def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_pa
     measured = []
     for own in (Recipe(), None):
         loaded = TorchModel(load(tmp_path / "folder", own), tokenizer)
-        measured.append(perplexity.score_text(loaded, text, 64, 32)["perplexity"])
+        measured.append(perplexity.compute_perplexity(loaded, text, 64, 32)["perplexity"])
     found = [result.result_and_baseline(point, "perplexity")[0].details["perplexity"] for point in result.points[:2]]
     assert found == pytest.approx(measured)
     assert abs(found[0] / found[1] - 1) > 1e-3
@@ -173,7 +173,7 @@ def cut(cell):
 
 
 def empty(cell):
-    return json.dumps(cell | {"result": {}, "sha256": plain_digest({})})
+    return json.dumps(cell | {"result": {}, "sha256": plain_data_digest({})})
 
 
 def another_digit(cell):
@@ -203,7 +203,7 @@ def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of,
 def test_a_model_that_is_replaced_during_a_sweep_leaves_no_cell_under_its_old_address(tmp_path, monkeypatch):
     model = tiny_lm.write_diff_v2(tmp_path / "model")
     other = tiny_lm.write_diff_v2(tmp_path / "other", seed=5)
-    score = perplexity.score_text
+    score = perplexity.compute_perplexity
     scored = []
 
     def score_and_replace(*arguments, **named):
@@ -214,7 +214,7 @@ def test_a_model_that_is_replaced_during_a_sweep_leaves_no_cell_under_its_old_ad
             shutil.copytree(other, model)
         return result
 
-    monkeypatch.setattr(perplexity, "score_text", score_and_replace)
+    monkeypatch.setattr(perplexity, "compute_perplexity", score_and_replace)
     options = replace(OPTIONS, **PERPLEXITY)
     result = run_sweep([model], options, tmp_path / "out")
     with pytest.raises(FailedCellsError):
@@ -264,9 +264,9 @@ def test_what_a_result_depends_on_is_in_its_address(model, output, tmp_path, cha
 
 def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy_of, loads, monkeypatch):
     def digest(modules):
-        return "0123456789abcdef" if "diffquant.measure.tasks.perplexity" in modules else code_digest(modules)
+        return "0123456789abcdef" if "diffquant.measure.tasks.perplexity" in modules else result_version_digest(modules)
 
-    monkeypatch.setattr("diffquant.measure.sweep.cell.code_digest", digest)
+    monkeypatch.setattr("diffquant.measure.sweep.cell.result_version_digest", digest)
     result = run_sweep([model], OPTIONS, copy_of)
     assert loads == ["16", "4:row", "4:tensor"]
     assert len(list((copy_of / "cells").iterdir())) == CELLS + CELLS // 2
@@ -274,7 +274,11 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     codes = {(cell["task"], cell["code"]) for cell in written["cells"]}
     assert ("perplexity", "0123456789abcdef") in codes
     assert len(codes) == 2
-    assert {cell["result"].get("commit") for cell in written["cells"]} == {written["settings"]["commit"]} == {commit()}
+    assert (
+        {cell["result"].get("commit") for cell in written["cells"]}
+        == {written["settings"]["commit"]}
+        == {find_commit()}
+    )
     assert result.cells[0].key["code"] != "0123456789abcdef"
 
 
@@ -339,12 +343,12 @@ def test_a_failed_cell_is_recorded_the_rest_goes_on_and_it_is_retried(model, tmp
         broken.setattr(
             DiffTransformer,
             "check_quantizers_ran",
-            lambda self: (_ for _ in ()).throw(NotFiredError("layer 1 did not")),
+            lambda self: (_ for _ in ()).throw(NotQuantizedError("layer 1 did not")),
         )
         result = run_sweep([model], OPTIONS, tmp_path)
-    assert {cell.point.target for cell in result.failed} == {"logits"}
-    assert len(result.failed) == 4
-    assert all(cell.error == "layer 1 did not" for cell in result.failed)
+    assert {cell.point.target for cell in result.failed_cells} == {"logits"}
+    assert len(result.failed_cells) == 4
+    assert all(cell.error == "layer 1 did not" for cell in result.failed_cells)
     with pytest.raises(FailedCellsError, match="4 of 10 cells failed") as error:
         result.require_complete()
     assert error.value.exit_code == 3
@@ -371,7 +375,7 @@ def test_progress_ends_at_all_and_never_goes_back(model, tmp_path):
 
 def test_a_cell_counts_as_far_as_it_has_come_and_as_done_when_it_is_written():
     told = []
-    tell = progress_within(lambda done, total, doing: told.append((done, total, doing)), 2, 5, "cell")
+    tell = make_cell_progress(lambda done, total, doing: told.append((done, total, doing)), 2, 5, "cell")
     for done, total in ((0, 0), (1, 2), (1, 4), (4, 4)):
         tell(done, total, "items")
     assert told == [(done, 5, "cell: items") for done in (2.0, 2.5, 2.5, 2.999)]

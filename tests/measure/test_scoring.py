@@ -5,7 +5,7 @@ from lm_eval.models.huggingface import HFLM
 
 from diffquant.checkpoints.tokens import max_length
 from diffquant.errors import DiffQuantError, NonFiniteError
-from diffquant.measure import scoring, shares_prefixes, takes_padding
+from diffquant.measure import can_pad_left, can_share_prefixes, scoring
 from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.scoring import score
@@ -43,7 +43,7 @@ def hflm_answers(model, tokenizer, pairs, **options):
 
 def our_answers(model, tokenizer, pairs, **options):
     encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer), model.config.vocab_size)
-    return score(TorchModel(model), encoder.requests(pairs), **options)
+    return score(TorchModel(model), encoder.encode_requests(pairs), **options)
 
 
 def assert_alike(ours, theirs):
@@ -123,7 +123,7 @@ def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
     model = load(diff_v2, recipe, dtype=torch.float64)
     items = hellaswag.load_items(limit=4)
     encoder = RequestEncoder(tiny_lm.tokenizer(), 512, tiny_lm.WORDS)
-    requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
+    requests = encoder.encode_requests((item.query, f" {ending}") for item in items for ending in item.endings)
     alone = []
     for request in requests:
         tokens = torch.tensor([request.context + request.continuation])
@@ -154,13 +154,13 @@ def test_a_score_of_a_model_with_windows_is_that_of_its_sequence_run_alone(tmp_p
 
 
 def test_prefixes_are_shared_only_where_no_scale_spans_rows():
-    shared = {name for name, recipe in RECIPES.items() if shares_prefixes(recipe)}
+    shared = {name for name, recipe in RECIPES.items() if can_share_prefixes(recipe)}
     of_groups = {"logits group", "logits nvfp4", "p group", "p mxfp8 of a layer"}
     assert shared == {"16 bits", "row", "row shift", "kv row", "kv group", "p row", "pv row", *of_groups}
 
 
 def test_sequences_are_padded_only_where_no_scale_spans_so_many_tokens():
-    padded = {name for name, recipe in RECIPES.items() if takes_padding(recipe)}
+    padded = {name for name, recipe in RECIPES.items() if can_pad_left(recipe)}
     counted = {"logits group", "logits nvfp4", "p group", "p mxfp8 of a layer", "pv group"}
     assert set(RECIPES) - padded == {"block", "qk block", "k column", *counted}
 
@@ -180,7 +180,7 @@ def test_contexts_run_once_and_only_scored_positions_reach_the_vocabulary(monkey
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     items = hellaswag.load_items(limit=3)
     encoder = RequestEncoder(tokenizer, 512, len(tokenizer))
-    requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
+    requests = encoder.encode_requests((item.query, f" {ending}") for item in items for ending in item.endings)
     read, projected = [], []
     model.model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(kwargs["attention_mask"][:, -kwargs["input_ids"].shape[1] :].sum()),
@@ -204,6 +204,6 @@ def test_a_model_that_computes_nan_is_refused():
 def test_a_continuation_without_tokens_or_with_too_many_is_refused():
     encoder = RequestEncoder(tiny_lm.tokenizer(), 8, tiny_lm.WORDS)
     with pytest.raises(DiffQuantError, match="no tokens"):
-        encoder.request("context", "")
+        encoder.encode_request("context", "")
     with pytest.raises(DiffQuantError, match="more than the model's context of 8"):
-        encoder.request("context", " many words that do not fit" * 3)
+        encoder.encode_request("context", " many words that do not fit" * 3)

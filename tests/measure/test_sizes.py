@@ -11,14 +11,14 @@ import diffquant.measure.sweep.findings as sizes
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
 from diffquant.measure.stats import mean_interval
-from diffquant.measure.sweep.findings import headline
-from diffquant.measure.sweep.grid import SweepOptions, points
+from diffquant.measure.sweep.findings import summarize_findings
+from diffquant.measure.sweep.grid import SweepOptions, list_points
 from diffquant.measure.sweep.outputs import sweep_report
-from diffquant.measure.sweep.plot import bands, plot
+from diffquant.measure.sweep.plot import list_panel_rows, plot
 from diffquant.measure.sweep.result import SweepResult, notes
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
-from diffquant.reports.page import page
+from diffquant.reports.page import render_page
 from tests.support.tables import in_one_test
 
 MODEL = Path("a model")
@@ -30,7 +30,7 @@ MEGABYTES = {16: 16, 8: 8, 4: 4, 3: 3}
 def swept(task, result):
     options = SweepOptions(tasks=(task,), bits=(8, 4, 3), targets=("weights",), granularities=("row", "tensor"))
     cells = []
-    for point in points([MODEL], options):
+    for point in list_points([MODEL], options):
         stored = {"weights": 1_000_000 * MEGABYTES[point.bits], "kv_per_token": 1000.0}
         measured = TaskResult.from_dict(result(point) | {"seconds": 1.0, "stored": stored})
         cells.append(Cell(point, task, measured, None))
@@ -47,7 +47,7 @@ def text(point, spread=0.0):
 
 
 def taken(sweep):
-    table, commands = sizes.recommendations(sizes.list_sizes(sweep), {MODEL.name: str(MODEL)})
+    table, commands = sizes.recommend_smallest(sizes.list_sizes(sweep), {MODEL.name: str(MODEL)})
     (row,) = table.rows
     return row, [*commands.values()]
 
@@ -88,10 +88,10 @@ def test_a_page_gives_no_command_that_quantize_refuses():
     sweep = swept("perplexity", text)
     for quantized, is_given in (([], True), ([str(MODEL)], False), (["another"], True)):
         told = replace(sweep, settings=SETTINGS | {"quantized": quantized})
-        assert ("diffquant quantize" in page(sweep_report(told, "run", []))) == is_given
+        assert ("diffquant quantize" in render_page(sweep_report(told, "run", []))) == is_given
     gguf = [replace(cell, point=replace(cell.point, model=Path("a.gguf"))) for cell in sweep.cells]
     told = replace(sweep, cells=gguf, settings=SETTINGS | {"quantized": ["a.gguf"]})
-    assert "diffquant quantize a.gguf" in page(sweep_report(told, "run", []))
+    assert "diffquant quantize a.gguf" in render_page(sweep_report(told, "run", []))
 
 
 def items(point, n):
@@ -120,10 +120,16 @@ def one_window(point):
 )
 def test_one_item_or_window_alone_is_drawn_without_bars(task, result):
     sweep = swept(task, result)
-    drawn = [value for band in bands(sweep) for lines in band.lines.values() for line in lines for value in line.points]
+    drawn = [
+        value
+        for band in list_panel_rows(sweep)
+        for lines in band.lines.values()
+        for line in lines
+        for value in line.points
+    ]
     assert drawn
     plot(sweep, BytesIO())
-    assert page(sweep_report(sweep, "run", []))
+    assert render_page(sweep_report(sweep, "run", []))
 
 
 def test_models_of_one_name_are_told_apart_below_the_table_and_in_the_settings():
@@ -132,12 +138,12 @@ def test_models_of_one_name_are_told_apart_below_the_table_and_in_the_settings()
     stored = {"seconds": 1.0, "stored": {"weights": 1000, "kv_per_token": 1000.0}}
     cells = [
         Cell(point, "perplexity", TaskResult.from_dict(text(point) | stored), None)
-        for point in points(folders, options)
+        for point in list_points(folders, options)
     ]
     told = {"models": {str(folder): folder.parent.name * 8 for folder in folders}, "quantized": [str(folders[1])]}
     sweep = SweepResult(cells, SETTINGS | told)
     assert any("before this sweep: packed/model." in note for note in notes(sweep))
-    facts = page(sweep_report(sweep, "run", []))
+    facts = render_page(sweep_report(sweep, "run", []))
     for folder in folders:
         assert f"SHA-256 of {folder}" in facts
         assert told["models"][str(folder)] in facts
@@ -148,11 +154,11 @@ def test_models_of_one_name_are_told_apart_below_the_table_and_in_the_settings()
     [(20, "hellaswag: 20 items cannot show a loss below 18"), (2000, "hellaswag: no measurable")],
 )
 def test_items_that_are_too_few_are_said_to_be(n, starts):
-    (sentence,) = headline(swept("hellaswag", lambda point: items(point, n)))
+    (sentence,) = summarize_findings(swept("hellaswag", lambda point: items(point, n)))
     assert sentence.startswith(starts)
     assert ("6 of 6 configurations" in sentence) == (n == 20)
     assert "KL 0.35 [" in sentence
 
 
 def test_one_item_alone_is_said_to_tell_nothing():
-    assert headline(swept("hellaswag", one_item)) == ["hellaswag: one item cannot show a loss."]
+    assert summarize_findings(swept("hellaswag", one_item)) == ["hellaswag: one item cannot show a loss."]

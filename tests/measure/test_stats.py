@@ -6,8 +6,8 @@ from scipy import stats as scipy_stats
 
 from diffquant.measure.stats import (
     Difference,
-    flips,
-    mcnemar,
+    count_flips,
+    mcnemar_p_value,
     mean_interval,
     paired_difference,
     recovery,
@@ -66,9 +66,9 @@ def test_lists_of_other_items_are_refused():
     with pytest.raises(ValueError, match="zip"):
         paired_difference([1, 0], [1])
     with pytest.raises(ValueError, match="zip"):
-        flips([1, 0], [1], [2, 0], [2, 0])
+        count_flips([1, 0], [1], [2, 0], [2, 0])
     with pytest.raises(ValueError, match="zip"):
-        flips([1, 0], [1, 0], [2, 0], [2])
+        count_flips([1, 0], [1, 0], [2, 0], [2])
 
 
 def test_no_flips_are_not_certainty():
@@ -119,14 +119,14 @@ def test_one_item_that_is_not_right_or_wrong_says_nothing_about_the_next():
 @pytest.mark.parametrize("more", [0, 1, 2, 20, 700, 5000, 500_000, 501_000])
 def test_mcnemars_p_is_scipys_in_no_time(fewer, more):
     started = time.process_time()
-    p = mcnemar(fewer, more)
+    p = mcnemar_p_value(fewer, more)
     assert time.process_time() - started < 1
-    assert p == mcnemar(more, fewer)
+    assert p == mcnemar_p_value(more, fewer)
     assert p == pytest.approx(scipy_stats.binomtest(fewer, fewer + more).pvalue if fewer + more else 1, rel=1e-11)
 
 
 def test_flips_count_each_way_and_choices_that_stayed_wrong():
-    counted = flips([1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 1, 1, 1], [2, 2, 0, 3, 1, 1, 1], [1, 1, 2, 0, 1, 1, 1])
+    counted = count_flips([1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 1, 1, 1], [2, 2, 0, 3, 1, 1, 1], [1, 1, 2, 0, 1, 1, 1])
     assert counted == (2, 1, 4)
 
 

@@ -7,7 +7,7 @@ import pytest
 from diffquant.errors import UsageError
 from diffquant.measure import tasks as registry
 from diffquant.measure.results import TaskResult
-from diffquant.measure.tasks import kind_of, make_tasks, task_options
+from diffquant.measure.tasks import make_tasks, task_class_named, task_options
 from examples.shots.nll import Nll
 from tests.support.earlier_results import SWEEPS, recorded
 from tests.support.tables import in_one_test
@@ -74,7 +74,7 @@ def test_recorded_cells_read_and_write_as_they_are(name):
         result = TaskResult.from_dict(cell["result"])
         assert result.to_cell() == cell["result"]
         # What is compared with itself has no difference, and what is compared with nothing no KL.
-        metrics = kind_of(cell["task"]).columns.drawn
+        metrics = task_class_named(cell["task"]).columns.plotted_metrics
         drawn = [each for each in (metric.of(result, result) for metric in metrics) if each]
         assert all(each.low <= each.mean <= each.high for each in drawn)
         assert drawn or cell["bits"] == 16

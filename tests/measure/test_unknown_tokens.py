@@ -6,7 +6,7 @@ import torch
 from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
-from diffquant.measure.fidelity.sides import Model
+from diffquant.measure.fidelity.sides import LocalModel
 from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.tasks import perplexity
 from diffquant.measure.torch_model import TorchModel
@@ -37,14 +37,18 @@ def model(folder):
 
 
 READERS = {
-    "perplexity": lambda model: perplexity.score_text(model, TEXT, 64, 32),
+    "perplexity": lambda model: perplexity.compute_perplexity(model, TEXT, 64, 32),
     "its reference": lambda model: perplexity.compute_reference(model, TEXT, 64, 32),
     "nll by position": lambda model: score_positions(model, TEXT, 64),
-    "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("It was", f" the {WORD}"),
-    "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("", WORD),
-    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).encode(TEXT),
-    "fidelity": lambda model: Model("model", model, {}).tokens(TEXT),
-    "another's tokens": lambda model: Model("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
+    "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode_request(
+        "It was", f" the {WORD}"
+    ),
+    "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode_request(
+        "", WORD
+    ),
+    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode(TEXT),
+    "fidelity": lambda model: LocalModel("model", model, {}).tokens(TEXT),
+    "another's tokens": lambda model: LocalModel("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
 }
 
 
@@ -55,7 +59,7 @@ def test_a_token_without_an_embedding_is_named(model, reader):
 
 
 def test_texts_without_it_are_read(model):
-    assert perplexity.score_text(model, TEXT.replace(WORD, "cat"), 64, 32)["tokens"]
+    assert perplexity.compute_perplexity(model, TEXT.replace(WORD, "cat"), 64, 32)["tokens"]
 
 
 def test_calibration_names_it_before_a_pass(folder, tmp_path):

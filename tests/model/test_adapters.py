@@ -59,12 +59,12 @@ def test_a_cache_holds_what_the_blocks_say(case):
     model = architecture.new_model()
     cache = model.new_cache()
     model(torch.randint(0, 90, (1, 5)), past_key_values=cache)
-    for layer, rows in architecture.token_rows.items():
+    for layer, rows in architecture.cached_shapes.items():
         kept = cache.layers[layer]
         is_ours = isinstance(kept, PackedLayer)
         stored = (kept.stored_keys.read(), kept.stored_values.read()) if is_ours else (kept.keys, kept.values)
         assert [(x.shape[1], x.shape[3]) for x in stored] == [rows.keys, rows.values]
-    states = [block.stored for layer in architecture.layers for block in layer.values()]
+    states = [block.cached_shapes for layer in architecture.layers for block in layer.values()]
     states = [state for state in states if isinstance(state, tuple)]
     recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
     assert states == [tuple(x[0].shape for x in layer.read()) for layer in recurrent]

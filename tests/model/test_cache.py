@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffquant.errors import NotFiredError, UsageError
+from diffquant.errors import NotQuantizedError, UsageError
 from diffquant.model.cache import PackedCache, PackedStates
 from diffquant.model.windowed_cache import WindowedLayer
 from diffquant.recipe import Recipe
@@ -41,11 +41,13 @@ class FakeQuantizedCache:
         return tuple(self.read(x, scheme) for x, scheme in zip(self.states[layer], schemes, strict=True))
 
     def read(self, x, scheme):
-        block = (scheme.size or 1) if scheme.granularity == "column" else 1
+        block = (scheme.granularity_size or 1) if scheme.granularity == "column" else 1
         old = max(x.shape[2] - self.recipe.residual, 0) // block * block
         if not scheme.quantizes or not old:
             return x
-        return torch.cat([fake_quantize(x[:, :, :old], scheme.bits, scheme.granularity, scheme.size), x[:, :, old:]], 2)
+        return torch.cat(
+            [fake_quantize(x[:, :, :old], scheme.bits, scheme.granularity, scheme.granularity_size), x[:, :, old:]], 2
+        )
 
 
 RECIPES = [
@@ -221,9 +223,9 @@ def test_crop_takes_a_negative_count():
 def test_a_layer_whose_logit_quantizer_did_not_fire_is_named():
     model = ours(random_diffllama())
     model.apply_recipe(Recipe.of(logits="4:row"))
-    model.attentions[1].logits = Scheme.parse("16")
+    model.attention_modules[1].logits = Scheme.parse("16")
     model(random_ids())
-    with pytest.raises(NotFiredError, match="layers 1 did not"):
+    with pytest.raises(NotQuantizedError, match="layers 1 did not"):
         model.check_quantizers_ran()
     model.apply_recipe(Recipe.of(logits="4:row"))
     model(random_ids())

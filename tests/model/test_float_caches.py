@@ -12,8 +12,8 @@ from diffquant.data import books_text, pocket_models
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
-from diffquant.measure import shares_prefixes, takes_padding
-from diffquant.measure.sweep.subject import state_bytes_per_token
+from diffquant.measure import can_pad_left, can_share_prefixes
+from diffquant.measure.sweep.subject import cached_bytes_per_token
 from diffquant.model.cache import PackedStates
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
@@ -53,13 +53,13 @@ def test_a_cache_reads_back_what_the_format_rounds_to_and_stores_its_bytes(text,
     assert read.dtype == dtype
     assert torch.equal(read[:, :, 7:], states[:, :, 7:])
     if scheme.granularity == "group":
-        view = states.unflatten(-1, (-1, scheme.size))
-        scale = scheme.format.scale(view, -1, dtype)
-        expected = scheme.format.decode(scheme.format.codes(view, scale), scale).to(dtype).flatten(-2)
+        view = states.unflatten(-1, (-1, scheme.granularity_size))
+        scale = scheme.format.compute_scale(view, -1, dtype)
+        expected = scheme.format.decode(scheme.format.encode(view, scale), scale).to(dtype).flatten(-2)
         assert torch.equal(read[:, :, :7], expected[:, :, :7])
     if dtype == torch.float32 and text == "nvfp4":
         assert torch.allclose(read[:, :, :7].double(), torch.from_numpy(nvfp4(states.numpy()))[:, :, :7], atol=0)
-    assert state_bytes_per_token(scheme, 2, 64) == nbytes
+    assert cached_bytes_per_token(scheme, 2, 64) == nbytes
     stored.crop(4)
     stored.forget_oldest(1)
     assert torch.equal(stored.read(), read[:, :, 1:5])
@@ -93,13 +93,13 @@ def test_hardly_a_block_of_a_trained_models_cache_has_a_scale_that_e4m3_lacks(ki
     """So a scale of the tensor above them, which would have to be calibrated, would gain hardly a digit."""
     model = diffquant.load(prose(kind), dtype="float32")
     ids = torch.tensor([diffquant.load_tokenizer(prose(kind))(books_text()[5000:9000])["input_ids"][:512]])
-    walk = model.walk(ids.shape[1])
+    walk = model.new_layer_runner(ids.shape[1])
     state, scales = walk.embed(ids), []
     with torch.no_grad():
         for layer in walk.layers:
             caches = walk.project(layer, state)[1:]
             scales += [cached.unflatten(-1, (-1, 16)).abs().amax(-1).flatten() / 6 for cached in caches]
-            state = walk.run(layer, state)
+            state = walk.run_layer(layer, state)
     found = torch.cat(scales)
     assert len(found) == 40_960
     assert found.max() < 448
@@ -166,20 +166,20 @@ def test_operands_in_groups_are_rounded_along_the_channels_that_are_summed(text)
     scheme = Scheme.parse(text, target="qk")
     rounded, _ = round_operands(q, k, Mask(), scheme)
     if scheme.granularity == "group":
-        for first in range(0, 24, scheme.size):
-            group = q[..., first : first + scheme.size]
-            scale = scheme.format.scale(group, -1)
-            expected = scheme.format.decode(scheme.format.codes(group, scale), scale)
-            assert torch.equal(rounded[..., first : first + scheme.size], expected)
+        for first in range(0, 24, scheme.granularity_size):
+            group = q[..., first : first + scheme.granularity_size]
+            scale = scheme.format.compute_scale(group, -1)
+            expected = scheme.format.decode(scheme.format.encode(group, scale), scale)
+            assert torch.equal(rounded[..., first : first + scheme.granularity_size], expected)
     else:
         scale = q.abs().amax() / 448
         assert torch.allclose(rounded, (q / scale).to(torch.float8_e4m3fn).float() * scale, atol=0)
 
 
 def test_what_groups_of_logits_allow():
-    assert shares_prefixes(Recipe.of(logits="mxfp8"))
-    assert not takes_padding(Recipe.of(logits="mxfp8"))
-    assert takes_padding(Recipe.of(qk="nvfp4"))
+    assert can_share_prefixes(Recipe.of(logits="mxfp8"))
+    assert not can_pad_left(Recipe.of(logits="mxfp8"))
+    assert can_pad_left(Recipe.of(qk="nvfp4"))
     with pytest.raises(UsageError, match="nvfp4_4over6 chooses scales by rounding error"):
         Recipe.of(logits="nvfp4_4over6")
 

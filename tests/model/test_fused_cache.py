@@ -108,7 +108,7 @@ def test_a_cache_grows_with_its_tokens(recipe):
 
 
 def test_what_decodes_is_asked_of_the_attention_not_of_tensors():
-    spec = small_model("v1").attentions[0].spec
+    spec = small_model("v1").attention_modules[0].spec
     assert "run on CUDA devices" in fused_cache_refusal(Recipe.of(kv=4), spec, torch.float16, torch.device("cpu"))
 
 

@@ -222,7 +222,7 @@ def test_the_configuration_chooses_outputs_as_in_transformers():
 
 
 def backends(model):
-    return {attention.backend for attention in model.attentions}
+    return {attention.backend for attention in model.attention_modules}
 
 
 @in_one_test("kind", KINDS)

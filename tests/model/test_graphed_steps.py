@@ -34,7 +34,7 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads"
 
 
 class Recordings:
-    """Stand-in for `record` that counts.
+    """Stand-in for `record_cuda_graph` that counts.
 
     Attributes:
         replays: number of replays of each recording.
@@ -57,7 +57,7 @@ class Recordings:
 @pytest.fixture
 def recordings(monkeypatch):
     made = Recordings()
-    monkeypatch.setattr(graphed_steps, "record", made)
+    monkeypatch.setattr(graphed_steps, "record_cuda_graph", made)
     monkeypatch.setattr(DiffTransformerModel, "new_graphs", DiffTransformerModel.reuse_or_create_graphs)
     return made
 
@@ -166,9 +166,9 @@ def test_a_step_is_captured_on_the_device_of_its_tensors_whichever_is_current(fa
 
     if fails:
         with pytest.raises(RuntimeError, match="cannot be captured"):
-            graphed_steps.record(work, device)
+            graphed_steps.record_cuda_graph(work, device)
     else:
-        graphed_steps.record(work, device)
+        graphed_steps.record_cuda_graph(work, device)
         assert cuda.captured == [(1, device)]
 
 
@@ -186,7 +186,7 @@ def generated(model, recipe, ids, mask=None, steps=None, **settings):
     chosen = {} if steps is None else {"graphed_steps": steps}
     # Without a mask transformers takes every token 0 of the prompt for padding.
     mask = torch.ones_like(ids) if mask is None else mask
-    cache = FusedCache(recipe, layers=len(model.attentions))
+    cache = FusedCache(recipe, layers=len(model.attention_modules))
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **chosen, **options), cache
 
 
@@ -254,7 +254,7 @@ def test_a_recording_is_kept_for_the_model_as_it_is_alone():
     assert changed()
     layer.mlp.gate_proj.weight = torch.nn.Parameter(layer.mlp.gate_proj.weight.clone())
     assert changed()
-    model.attentions[0].scale *= 2
+    model.attention_modules[0].scale *= 2
     assert changed()
     layer.mlp.register_forward_hook(lambda _module, _given, y: -y)
     assert changed()
@@ -270,7 +270,7 @@ def test_a_recording_is_kept_for_the_model_as_it_is_alone():
 def test_a_store_is_taken_over_for_the_same_shapes_alone(changed):
     recipe, k = Recipe.of(kv=8, residual=16), torch.zeros(2, 1, 3, 64, dtype=torch.float16)
     store = KVStore(recipe, k, k, 100)
-    assert store.fits(recipe, k[:, :, :1], k[:, :, :1], 128)
+    assert store.has_same_layout(recipe, k[:, :, :1], k[:, :, :1], 128)
     room = 129 if changed == "room" else 128
     if changed == "batch":
         k = k[:1]
@@ -284,7 +284,7 @@ def test_a_store_is_taken_over_for_the_same_shapes_alone(changed):
         recipe = Recipe.of(kv=4, residual=16)
     if changed == "residual":
         recipe = Recipe.of(kv=8, residual=17)
-    assert not store.fits(recipe, k, k, room)
+    assert not store.has_same_layout(recipe, k, k, room)
 
 
 def test_an_emptied_store_is_as_a_new_one():
@@ -371,7 +371,9 @@ def test_where_recording_fails_it_is_said_once_and_decoding_goes_on(recordings, 
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     # What was launched into the recording did not run: only the device's own count tells.
-    monkeypatch.setattr(graphed_steps, "record", lambda work, device: recorded.record(lambda: refuses(work), device))
+    monkeypatch.setattr(
+        graphed_steps, "record_cuda_graph", lambda work, device: recorded.record(lambda: refuses(work), device)
+    )
     graphed_steps.warn_of_ungraphed_decoding.cache_clear()
     made, cache = generated(model, Recipe.of(), ids)
     assert torch.equal(made, wanted)
@@ -441,7 +443,7 @@ def test_the_stand_in_refuses_what_a_graph_cannot_hold():
 @in_one_test("generation", ["v1", "v2", "plain"])
 def test_a_step_reads_no_tensor_and_has_no_shape_that_depends_on_its_place(generation, monkeypatch):
     """On a device whose tensors hold nothing, so that nothing can be read."""
-    monkeypatch.setattr("diffquant.model.fused_cache.capability", lambda _: (9, 0))
+    monkeypatch.setattr("diffquant.model.fused_cache.compute_capability", lambda _: (9, 0))
     with torch.no_grad(), recorded.kernels_as_operators():
         model = half_model(generation).to("meta")
         cache, names = FusedCache(Recipe.of(k="4:c16", v=4, residual=5), 1), []
@@ -482,9 +484,9 @@ class Launched:
 
 @in_one_test("recipe", [Recipe.of(), Recipe.of(k="4:c16", v=4, residual=5)])
 def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fills(recipe, monkeypatch):
-    kernels = {name: Launched() for name in ("append_tokens", "decode_share", "decode_combine")}
+    kernels = {name: Launched() for name in ("append_tokens", "decode_key_split", "decode_combine")}
     monkeypatch.setattr(append, "append_tokens", kernels["append_tokens"])
-    monkeypatch.setattr(decode, "decode_share", kernels["decode_share"])
+    monkeypatch.setattr(decode, "decode_key_split", kernels["decode_key_split"])
     monkeypatch.setattr(decode_cut, "decode_combine", kernels["decode_combine"])
     k, q = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64)
     cache = FusedCache(recipe, 1)
@@ -500,13 +502,14 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
                 store.values.tensors,
                 store.progress,
                 recipe.k.bits,
-                store.keys.block,
+                store.keys.tokens_per_scale,
                 recipe.v.bits,
                 recipe.residual,
             )
             decode._launch(
                 [q], store.keys.tensors, store.values.tensors, store.progress, None, starts, starts + 128, None,
-                recipe.k.bits, store.keys.block, recipe.v.bits, recipe.residual, False, None, 0.125, False, 0.0, 1.0,
+                recipe.k.bits, store.keys.tokens_per_scale, recipe.v.bits, recipe.residual, False, None, 0.125, False,
+                0.0, 1.0,
             )  # fmt: skip
         store.length += 1
         operations.append(reads.names)

@@ -74,10 +74,10 @@ def literal_attention(x, weights, layer):
 @in_one_test("layer", [0, 1])
 def test_a_layer_computes_the_authors_formula(grouped, layer):
     model = load(grouped, dtype=torch.float64)
-    walk = model.walk(17)
+    walk = model.new_layer_runner(17)
     weights = {name: x.double() for name, x in walk.layers[layer].self_attn.named_parameters()}
     x = torch.randn(1, 17, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(layer))
-    got = walk.layers[layer].self_attn(x, *walk.arguments(walk.layers[layer]))[0]
+    got = walk.layers[layer].self_attn(x, *walk.layer_arguments(walk.layers[layer]))[0]
     # λ and the rotary tables are float32.
     torch.testing.assert_close(got, literal_attention(x[0], weights, layer), rtol=0, atol=1e-5)
 
@@ -130,9 +130,9 @@ def test_outliers_count_a_shared_noise_map_once(grouped, expanded):
 def test_the_last_positions_maps_are_those_of_the_repeated_model(grouped, expanded, text):
     both = []
     for folder in (grouped, expanded):
-        walk = load(folder, Recipe.of(logits=text), torch.float64).walk(13)
+        walk = load(folder, Recipe.of(logits=text), torch.float64).new_layer_runner(13)
         with record_calls(walk.layers[1].self_attn) as calls:
-            walk.run(walk.layers[1], walk.embed(random_ids(1, 13)))
+            walk.run_layer(walk.layers[1], walk.embed(random_ids(1, 13)))
         both.append(attention_weights(calls[0], 12))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)

@@ -198,7 +198,7 @@ def test_both_forms_of_the_latent_compute_the_same(checkpoint, monkeypatch):
 
 
 def test_a_step_reads_many_tokens_in_the_latents_space(model):
-    attention = model.attentions[0]
+    attention = model.attention_modules[0]
     assert attention._absorbs(1, 500)
     assert not attention._absorbs(500, 501)
     # Passes over the layers without a past see each matrix run, and what is rounded is of one form.
@@ -314,14 +314,14 @@ def test_a_cache_costs_a_latent_of_each_token_and_a_window_of_them_in_most_layer
 
 def test_rotating_a_latent_before_it_is_rounded_loses_less_where_a_channel_sticks_out(checkpoint):
     model, ids = load(checkpoint[0]), random_ids(4, 40)
-    attention = model.attentions[0]
+    attention = model.attention_modules[0]
     attention.kv_norm.weight.data[3] *= 12
     attention.wkv_b.weight.data[:, 3] /= 12
     errors, exact = {}, None
     for scheme in ("16", "4:row", "4:row:rotated"):
         model.apply_recipe(Recipe.of(v=scheme))
-        walk = model.walk(40)
-        y = walk.run(walk.layers[0], walk.embed(ids))
+        walk = model.new_layer_runner(40)
+        y = walk.run_layer(walk.layers[0], walk.embed(ids))
         exact = y if exact is None else exact
         errors[scheme] = float((y - exact).norm())
     assert 0 < errors["4:row:rotated"] < 0.8 * errors["4:row"]

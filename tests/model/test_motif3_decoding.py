@@ -53,7 +53,7 @@ def kernel_calls(monkeypatch):
 
 def opened(checkpoint, backend, recipe=None):
     model = load(checkpoint, recipe)
-    for attention in model.attentions:
+    for attention in model.attention_modules:
         # Logits of about one.
         attention.wkv_b.weight.data *= 0.1
     model.use_attention(backend)
@@ -118,7 +118,7 @@ def test_what_the_kernel_does_not_serve_is_said_and_computed_in_torch(checkpoint
 
 def test_reasons_against_the_kernel_are_named(checkpoint):
     model = opened(checkpoint, "triton-latent")
-    attention = model.attentions[0]
+    attention = model.attention_modules[0]
 
     def refusal(recipe):
         return attention.decoding_refusal(recipe)

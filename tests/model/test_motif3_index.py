@@ -12,7 +12,7 @@ import diffquant
 from diffquant import Recipe, load, quantize
 from diffquant.checkpoints.compressed_tensors import PACKED
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.weight_source import PackingRules, matches
+from diffquant.checkpoints.weight_source import PackingRules, matches_any_pattern
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.inspection import inspect_checkpoint
@@ -117,7 +117,7 @@ def test_the_model_has_those_tensors_but_for_the_layer_that_predicts_one_token_m
     ]
     scales = {layer["self_attn"].spec.scale * layer["self_attn"].scale_factor for layer in architecture.layers}
     assert sorted(scales) == pytest.approx([0.07216878365, 0.14467962580])
-    assert {rows.window for rows in architecture.token_rows.values()} == {None, 129}
+    assert {rows.window for rows in architecture.cached_shapes.values()} == {None, 129}
 
 
 def test_by_name_and_by_rule_the_same_is_packed_and_the_same_stays():
@@ -127,7 +127,7 @@ def test_by_name_and_by_rule_the_same_is_packed_and_the_same_stays():
     assert packed == {
         name
         for name, each in parameters.items()
-        if rules.matches_weight(name, len(each.shape)) and not matches(name, rules.keep)
+        if rules.matches_weight(name, len(each.shape)) and not matches_any_pattern(name, rules.keep)
     }
     endings = {re.sub(r"^model\.layers\.\d+\.", "", name) for name in packed}
     matrices = [f"{name}_proj" for name in ("gate", "up", "down")]
@@ -156,7 +156,7 @@ def test_an_override_reaches_what_stays_but_gates_of_streams_norms_and_activatio
 def test_inspect_says_what_it_is(checkpoint):
     found, tensors = inspect_checkpoint(checkpoint), load_file(checkpoint / "model.safetensors")
     assert found.parameters == sum(tensor.numel() for tensor in tensors.values())
-    assert found.spec.generation == "grouped DIFF V2"
+    assert found.spec.attention_name == "grouped DIFF V2"
     assert found.kinds == {
         "latent attention": 1,
         "windowed latent attention with experts": 2,

@@ -242,8 +242,8 @@ def test_a_block_that_no_file_exports_is_refused_by_name(checkpoint, tmp_path, m
 
 def test_a_block_that_computes_something_else_does_not_inherit_an_export():
     own = {"parameter_specs": lambda _: {}}
-    assert type("Other", (MLPBlock,), {})(1, 1, "silu").exported_by == MLPBlock.export
-    assert type("Changed", (MLPBlock,), own)(1, 1, "silu").exported_by == ""
+    assert type("Other", (MLPBlock,), {})(1, 1, "silu").export_function == MLPBlock.export
+    assert type("Changed", (MLPBlock,), own)(1, 1, "silu").export_function == ""
 
 
 def test_the_verb_that_knows_a_transformers_blocks_alone_says_so(checkpoint, tmp_path):

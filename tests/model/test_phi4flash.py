@@ -34,7 +34,7 @@ from diffquant.quantization.roundings import rounding_named
 from diffquant.quantization.roundings.gptq import descent
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
 from tests.support.checkpoints import PHI4FLASH, write_random
 from tests.support.decoding import check_padding, check_pieces
@@ -397,7 +397,7 @@ def test_rules_that_read_a_text_round_every_weight_of_the_layers(tmp_path, monke
     shapes = source.architecture.linear_shapes()
     schemes = {name.removesuffix(".weight"): Scheme.parse("4:row") for name in shapes}
     settings = RoundingSettings(name, tokens=64, window=32)
-    rounded = rounding_named(name).prepare(source, schemes, settings, silent)
+    rounded = rounding_named(name).prepare(source, schemes, settings, report_nothing)
     assert {name: tuple(codes.shape) for name, (codes, _) in rounded.made.items()} == dict(shapes)
 
 
@@ -466,4 +466,4 @@ def test_the_cache_of_another_model_is_refused_by_the_layer_that_it_does_not_fit
     with pytest.raises(
         UsageError, match=r"layer 0 of the cache holds no recurrent state; pass the result of new_cache"
     ):
-        MixedCache(Recipe(), [PackedLayer(Recipe(), {})]).recurrent(0)
+        MixedCache(Recipe(), [PackedLayer(Recipe(), {})]).recurrent_layer(0)

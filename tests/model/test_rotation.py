@@ -11,7 +11,7 @@ from diffquant import Recipe, load, quantize
 from diffquant.errors import UsageError
 from diffquant.model.cache import PackedLayer
 from diffquant.model.walk import CAUSAL
-from diffquant.recipe.numbers.simulation import rotate_by, rotation
+from diffquant.recipe.numbers.simulation import make_rotation_matrix, rotate_by
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
@@ -27,7 +27,7 @@ def source(request, tmp_path_factory):
 
 @in_one_test("width", [1, 2, 12, 32, 48, 128])
 def test_a_rotation_is_orthogonal_and_hadamards_where_there_is_one(width):
-    matrix = rotation(width)
+    matrix = make_rotation_matrix(width)
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(width, dtype=torch.float64), rtol=0, atol=1e-14)
     if width & (width - 1) == 0:
         theirs = torch.from_numpy(hadamard(width)).double() / math.sqrt(width)
@@ -37,7 +37,7 @@ def test_a_rotation_is_orthogonal_and_hadamards_where_there_is_one(width):
 
 def test_a_norm_without_weight_commutes_with_the_rotation_of_a_pairs_value():
     y = torch.randn(3, 7, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    weight, matrix = torch.rand(48, dtype=torch.float64) + 0.5, rotation(48)
+    weight, matrix = torch.rand(48, dtype=torch.float64) + 0.5, make_rotation_matrix(48)
     back = rms_norm(y @ matrix, (48,), eps=1e-5) @ matrix.mT * weight
     torch.testing.assert_close(back, rms_norm(y, (48,), weight, eps=1e-5), rtol=0, atol=1e-13)
 
@@ -49,16 +49,16 @@ def test_the_function_is_the_same_in_float64(source, rotated_target):
     scheme = "4:row:rotated"
     given = {target: scheme if target in rotated_target else "4:row" for target in ("k", "v")}
     model.apply_recipe(Recipe.of(**given, residual=ALL))
-    assert (model.attentions[1].key_rotation is not None) == ("k" in rotated_target)
+    assert (model.attention_modules[1].key_rotation is not None) == ("k" in rotated_target)
     # The model's norms compute in float32.
     torch.testing.assert_close(model(ids).logits, exact, rtol=0, atol=2e-5)
 
 
 def test_attention_without_a_norm_is_the_same_to_float64s_last_digits(tmp_path):
     model = load(write_checkpoint(tmp_path / "v2", "unilm-v2")).double()
-    attention, x = model.attentions[0], torch.randn(2, 9, model.config.hidden_size, dtype=torch.float64)
-    walk = model.walk(9)
-    rotary = tuple(table.double() for table in walk.arguments(walk.layers[0])[0])
+    attention, x = model.attention_modules[0], torch.randn(2, 9, model.config.hidden_size, dtype=torch.float64)
+    walk = model.new_layer_runner(9)
+    rotary = tuple(table.double() for table in walk.layer_arguments(walk.layers[0])[0])
     exact = attention(x, rotary, CAUSAL, None)
     model.apply_recipe(Recipe.of(kv="4:row:rotated", residual=ALL))
     torch.testing.assert_close(attention(x, rotary, CAUSAL, None), exact, rtol=0, atol=1e-12)
@@ -75,7 +75,7 @@ def test_tokens_one_by_one_read_what_a_whole_text_reads(source):
 def test_what_is_read_back_is_the_rotated_codes_turned_back():
     k = torch.randn(1, 2, 5, 32, generator=torch.Generator().manual_seed(1))
     k[..., 3] *= 50
-    matrix = rotation(32).float()
+    matrix = make_rotation_matrix(32).float()
     lost = {}
     for name, turn in (("plain", torch.eye(32)), ("rotated", matrix)):
         layer = PackedLayer(Recipe.of(kv="4:row"), {})

@@ -103,7 +103,7 @@ def attention_and_weights(config, layer):
             state[name] = weight if order is None else weight[order]
             assert state[name].shape == parameter.shape
     model.load_state_dict(state, strict=False)
-    return model, model.attentions[layer], weights
+    return model, model.attention_modules[layer], weights
 
 
 def run(model, attention, x):
@@ -192,4 +192,4 @@ def test_lambda_is_float32_in_a_bfloat16_model():
     for model_type in ("diff_v1", "diff_v2"):
         model, attention, _ = attention_and_weights({"model_type": model_type, "num_key_value_heads": 6}, layer=1)
         model.bfloat16()
-        assert attention.lam(torch.randn(1, 5, WIDTH, dtype=torch.bfloat16)).dtype == torch.float32
+        assert attention.compute_lam(torch.randn(1, 5, WIDTH, dtype=torch.bfloat16)).dtype == torch.float32

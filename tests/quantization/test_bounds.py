@@ -25,14 +25,14 @@ from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.checkpoints.weight_layout import find_transposed
 from diffquant.checkpoints.weight_source import PackingRules
 from diffquant.errors import CheckpointError, DiffQuantError, UsageError
-from diffquant.measure.cells import Cell, Point
+from diffquant.measure.cells import Cell, SweepPoint
 from diffquant.measure.comparison import read_samples
 from diffquant.measure.protocols.hellaswag import load_items
 from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep.result import SweepResult, model_names, read_sweep
 from diffquant.recipe import Recipe
 from diffquant.support import files, plain_data
-from diffquant.support.files import check_plain
+from diffquant.support.files import check_regular_file
 from diffquant.support.outputs import Journal
 from diffquant.support.plain_data import find_first_matches, parse_json
 from diffquant.support.yaml_text import parse_yaml
@@ -133,7 +133,7 @@ def test_names_of_a_checkpoint_and_of_a_result_are_compared_in_linear_time():
 @pytest.mark.usefixtures("quick")
 def test_a_results_points_are_found_in_linear_time():
     points = [
-        Point(Path(f"m{i}"), target, 4, "", Recipe(), Path(f"m{i}")) for i in range(2000) for target in ("", "kv")
+        SweepPoint(Path(f"m{i}"), target, 4, "", Recipe(), Path(f"m{i}")) for i in range(2000) for target in ("", "kv")
     ]
     result = SweepResult([Cell(point, "nll", None, "x") for point in points], {})
     assert {result.result_and_baseline(point, "nll") for point in result.points} == {(None, None)}
@@ -335,7 +335,7 @@ def test_a_pipe_is_none_even_with_a_writer(tmp_path):
     os.mkfifo(tmp_path / "p")
     threading.Thread(target=lambda: os.open(tmp_path / "p", os.O_RDWR | os.O_NONBLOCK)).start()
     with pytest.raises(OSError, match="named pipe, not a plain file"):
-        check_plain(tmp_path / "p")
+        check_regular_file(tmp_path / "p")
 
 
 BYTES = os.fsdecode(b"m\xff")

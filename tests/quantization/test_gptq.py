@@ -17,7 +17,12 @@ from diffquant.checkpoints.tokens import encode_windows
 from diffquant.data import books_text
 from diffquant.errors import UsageError
 from diffquant.quantization.roundings.gptq import descent, layer_inputs, sequence
-from diffquant.quantization.roundings.gptq.compensation import Inputs, damp, retargeting, round_in_order
+from diffquant.quantization.roundings.gptq.compensation import (
+    InputStatistics,
+    compute_retargeting,
+    damp,
+    round_in_order,
+)
 from diffquant.quantization.roundings.gptq.layer_inputs import group_by_input
 from diffquant.quantization.roundings.nearest import search_scale
 from diffquant.recipe.numbers.formats import format_named
@@ -133,7 +138,7 @@ def test_activations_beyond_the_memorys_budget_go_to_files_and_change_nothing(
     recipe = Recipe.of(weights="3:g16", rounding={"name": rule, "tokens": 2048, "window": WINDOW, **options})
     quantize(checkpoint, tmp_path / "roomy", recipe)
     assert not saved + copied
-    monkeypatch.setattr(layer_inputs, "free_memory", lambda: 2 * budget)
+    monkeypatch.setattr(layer_inputs, "available_memory", lambda: 2 * budget)
     quantize(checkpoint, tmp_path / "tight", recipe)
     assert (bool(saved), bool(copied)) == (not budget, "inputs" not in options and options.get("target") != "layer")
     assert {file.name for file in tmp_path.iterdir()} == {"roomy", "tight"}
@@ -167,7 +172,7 @@ def test_retargeted_weights_are_the_ridge_solution_of_another_solver():
     weight = generator.normal(size=(5, 24))
     products = torch.from_numpy(x.T @ x)
     ridge = damp(products) - products
-    moved = torch.from_numpy(weight) @ retargeting(damp(products), torch.from_numpy((y - x).T @ x)).double()
+    moved = torch.from_numpy(weight) @ compute_retargeting(damp(products), torch.from_numpy((y - x).T @ x)).double()
     # Rows that draw the solution to the weight, as the ridge does.
     roots = np.diag(np.sqrt(ridge.diagonal().numpy()))
     theirs, *_ = scipy.linalg.lstsq(np.vstack([x, roots]), np.vstack([y @ weight.T, roots @ weight.T]))
@@ -180,7 +185,7 @@ def test_columns_in_order_of_inputs_are_gptqs_recurrence_over_them_in_float64():
     weight = torch.randn(9, 32)
     x = torch.randn(200, 32) * torch.linspace(0.2, 3, 32)[torch.randperm(32)]
     products = damp(x.T @ x)
-    inputs = Inputs.of(products, by_activation=True)
+    inputs = InputStatistics.factorize(products, by_activation=True)
     made = round_in_order(weight.mT.contiguous(), inputs, inputs.order, format_named("4"), 8, torch.float32)
     codes, scales = (each.mT for each in made)
     assert (products.diagonal()[inputs.order].diff() <= 0).all()
@@ -203,7 +208,7 @@ def test_columns_in_order_of_inputs_are_gptqs_recurrence_over_them_in_float64():
 
 def test_modules_that_read_one_input_are_found_in_the_order_of_their_run(tmp_path):
     model = load(write_checkpoint(tmp_path / "gated", "gated"))
-    walk = model.walk(2)
+    walk = model.new_layer_runner(2)
     state = walk.embed(random_ids(1, 2))
     groups, _ = group_by_input(walk, walk.layers[0], state)
     assert [set(names) for names in groups] == [

@@ -12,7 +12,7 @@ from diffquant.errors import UsageError
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq import compensation
-from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damp, round_in_one_pass
+from diffquant.quantization.roundings.gptq.compensation import InputStatistics, compensate, damp, round_in_one_pass
 from diffquant.quantization.roundings.nearest import round_to_nearest, round_with_clipping, search_scale
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats import format_named
@@ -43,7 +43,7 @@ def output_error(values, weight, products):
 def test_fitted_scales_never_lose_and_compensation_wins_at_the_output(text, dtype):
     scheme = Scheme.parse(text)
     weight, x = weight_and_inputs()
-    inputs = Inputs.of(damp(x.T @ x))
+    inputs = InputStatistics.factorize(damp(x.T @ x))
     plain, best = (read_back(f("", weight, scheme, dtype), scheme) for f in (round_to_nearest, round_with_clipping))
     made = read_back(compensate(weight, inputs, scheme, dtype), scheme)
     identity = torch.eye(48)
@@ -63,7 +63,7 @@ def test_a_fitted_scale_comes_near_the_best_of_a_thousand(bits, slack, weighted)
         return ((kept - values).square() * weights).sum(-1)
 
     found = error(search_scale(values, format_named(str(bits)), torch.float32, weights if weighted else None))
-    whole = format_named(str(bits)).scale(values, -1)
+    whole = format_named(str(bits)).compute_scale(values, -1)
     tried = torch.stack([error(whole * share * sign) for share in torch.linspace(0.1, 1.1, 500) for sign in (-1, 1)])
     assert (found <= error(whole) * (1 + 1e-6)).all()
     assert found.sum() < slack * tried.amin(0).sum()
@@ -81,7 +81,7 @@ def test_the_largest_half_floats_stay_finite(bits):
     largest = torch.finfo(torch.float16).max
     values = torch.tensor([[largest, -largest, 1.0, 0.0], [-largest, 0.9 * largest, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
     scheme = Scheme.parse(f"{bits}:g4")
-    inputs = Inputs.of(damp(torch.eye(4)))
+    inputs = InputStatistics.factorize(damp(torch.eye(4)))
     for rounded in (
         round_with_clipping("", values, scheme, torch.float16),
         compensate(values, inputs, scheme, torch.float16),
@@ -101,7 +101,7 @@ def test_the_pass_follows_the_papers_recurrence(text):
     inverse = torch.linalg.inv(product + 0.01 * product.diagonal().mean() * torch.eye(48))
     costs = torch.linalg.cholesky(inverse, upper=True).diagonal() ** -2
     moved, expected, scales = weight.double().clone(), torch.empty(5, 48), []
-    size = scheme.size or 48
+    size = scheme.granularity_size or 48
     for column in range(48):
         if column % size == 0:
             group = slice(column, column + size)
@@ -113,7 +113,7 @@ def test_the_pass_follows_the_papers_recurrence(text):
         moved -= error[:, None] * inverse[column]
         inverse -= inverse[:, column : column + 1] * inverse[column : column + 1] / inverse[column, column]
         inverse[column, column] = 1.0
-    factor = Inputs.of(damp(x.T @ x)).factor
+    factor = InputStatistics.factorize(damp(x.T @ x)).factor
     codes, scale = (
         made.mT for made in round_in_one_pass(weight.mT.contiguous(), factor, scheme.format, size, torch.float32)
     )
@@ -126,7 +126,7 @@ def test_the_pass_follows_the_papers_recurrence(text):
 def test_descent_only_lowers_the_error_and_ends_where_no_code_gains(text, monkeypatch):
     scheme = Scheme.parse(text)
     weight, x = weight_and_inputs(rows=7)
-    inputs = Inputs.of(damp(x.T @ x))
+    inputs = InputStatistics.factorize(damp(x.T @ x))
     errors = []
     for passes in (0, 1, 2, 30):
         monkeypatch.setattr(compensation, "_PASSES", passes)
@@ -145,7 +145,7 @@ def test_rows_in_blocks_are_rounded_as_together():
     """What `quantize` streams."""
     scheme = Scheme.parse("4:g16")
     weight, x = weight_and_inputs()
-    inputs = Inputs.of(damp(x.T @ x))
+    inputs = InputStatistics.factorize(damp(x.T @ x))
     whole = compensate(weight, inputs, scheme, torch.float16)
     parts = [compensate(rows, inputs, scheme, torch.float16) for rows in weight.split(10)]
     codes, scale = (torch.cat(apart) for apart in zip(*parts, strict=True))
@@ -157,7 +157,7 @@ def test_rows_in_blocks_are_rounded_as_together():
 def test_inputs_that_never_vary_do_no_harm():
     weight, x = weight_and_inputs()
     x[:, 7] = 0
-    codes, scale = compensate(weight, Inputs.of(damp(x.T @ x)), Scheme.parse("4:g16"), torch.float32)
+    codes, scale = compensate(weight, InputStatistics.factorize(damp(x.T @ x)), Scheme.parse("4:g16"), torch.float32)
     assert torch.isfinite(scale).all()
     assert (codes[:, 7] != 0).any()
 
@@ -219,7 +219,7 @@ def test_fitted_scales_of_the_largest_numbers_decode_to_finite_values(bits, dtyp
 def test_inputs_that_are_all_zero_are_damped_to_something_invertible():
     assert torch.linalg.eigvalsh(damp(torch.zeros(5, 5)).double()).min() > 0
     x = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
-    inputs = Inputs.of(damp(x.T @ x))
+    inputs = InputStatistics.factorize(damp(x.T @ x))
     torch.testing.assert_close(
         inputs.factor.double().T @ inputs.factor.double(), inputs.products.double().inverse(), rtol=1e-4, atol=1e-5
     )

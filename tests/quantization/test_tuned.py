@@ -189,7 +189,7 @@ def test_gradients_of_floats_pass_through_levels_and_stored_scales(name):
         steps[0], steps[-1] = levels[1] - levels[0], levels[-1] - levels[-2]
         line = levels[at] + steps[at] * (place - place.detach())
         stretched = latent._scale * (1 + stretch)
-        stored = stretched + (number_format.storable(stretched.detach(), torch.float32) - stretched.detach())
+        stored = stretched + (number_format.round_scale(stretched.detach(), torch.float32) - stretched.detach())
         weight = line * stored.repeat_interleave(number_format.block, 1)
         (weight * upstream).sum().backward()
     torch.testing.assert_close(latent().detach(), weight.detach())
@@ -205,10 +205,12 @@ def test_floats_descend_on_what_is_stored(name):
     latent.stay_in_range()
     latent.stretch.data.normal_(0, 0.1)
     codes, scale = latent.to_codes()
-    assert torch.equal(number_format.values(codes, torch.float32).unique()[[0, -1]], torch.tensor(ends(number_format)))
+    assert torch.equal(
+        number_format.levels_of(codes, torch.float32).unique()[[0, -1]], torch.tensor(ends(number_format))
+    )
     stored = number_format.unpack_scale(number_format.pack_scale(scale), number_format.tensor_scale)
     assert torch.equal(stored, scale)
-    read = number_format.values(codes, torch.float32) * stored.repeat_interleave(number_format.block, 1)
+    read = number_format.levels_of(codes, torch.float32) * stored.repeat_interleave(number_format.block, 1)
     assert torch.equal(read, latent())
 
 

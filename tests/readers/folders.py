@@ -15,7 +15,7 @@ from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.files import model_file
 from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.interface import load_graph
-from diffquant.onnx.verification.caches import cache_scales
+from diffquant.onnx.verification.caches import read_cache_scales
 from diffquant.onnx.verifier import find_reference
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
@@ -100,15 +100,15 @@ class Folder:
         """
         manifest = read_manifest(self.path)
         source = open_source(self._source)
-        reference = find_reference(source)(source, manifest.options, cache_scales(load_graph(self.path)))
+        reference = find_reference(source)(source, manifest.options, read_cache_scales(load_graph(self.path)))
         ids = list(self.prompt)
         while len(ids) < len(self.prompt) + COUNT:
-            ids.append(int(reference.run([np.array([ids])])[0][0, -1].argmax()))
+            ids.append(int(reference.compute_logits([np.array([ids])])[0][0, -1].argmax()))
         likeliest = torch.tensor(ids[len(self.prompt) :])[:, None]
         leads = []
         for arithmetic in ({}, {"rounds": True}, {"noise": reference.flipping}):
-            with reference.arithmetic(**arithmetic):
-                logits = reference.run([np.array([ids])])[0][0, len(self.prompt) - 1 : -1]
+            with reference.change_arithmetic(**arithmetic):
+                logits = reference.compute_logits([np.array([ids])])[0][0, len(self.prompt) - 1 : -1]
             leads.append(logits.gather(1, likeliest)[:, 0] - logits.scatter(1, likeliest, -torch.inf).amax(1))
         lead, moved = leads[0].min(), max((leads[0] - other).abs().max() for other in leads[1:])
         if lead <= 3 * moved:

@@ -7,28 +7,28 @@ from hypothesis.extra import numpy as hnp
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.recipe.numbers.absmax import check_finite, max_code
 from diffquant.recipe.numbers.formats import format_named
-from diffquant.recipe.numbers.sharing import Sharing
+from diffquant.recipe.numbers.sharing import Granularity
 from tests.support.fake_quantizer import fake_quantize
 from tests.support.tables import in_one_test
 
 INTEGERS = st.integers(2, 8).map(lambda bits: format_named(str(bits)))
 MATRICES = hnp.arrays("float32", (4, 24), elements=st.floats(-(2.0**99), 2.0**99, width=32)).map(torch.from_numpy)
-SHARINGS = st.sampled_from(["tensor", "head", "row", "g8", "column", "c2"]).map(Sharing.parse)
+SHARINGS = st.sampled_from(["tensor", "head", "row", "g8", "column", "c2"]).map(Granularity.parse)
 
 
 @given(MATRICES, INTEGERS, SHARINGS)
 def test_error_is_at_most_half_a_step(x, integers, shared):
     view, dim = shared.view(x)
-    scale = integers.scale(view, dim)
-    back = integers.decode(integers.codes(view, scale), scale)
+    scale = integers.compute_scale(view, dim)
+    back = integers.decode(integers.encode(view, scale), scale)
     assert ((back.double() - view.double()).abs() <= scale.double() / 2 * (1 + 1e-5) + 1e-44).all()
 
 
 @given(MATRICES, INTEGERS, SHARINGS)
 def test_codes_stay_within_range_and_the_largest_entry_gets_the_largest_code(x, integers, shared):
     view, dim = shared.view(x)
-    scale = integers.scale(view, dim)
-    codes = integers.codes(view, scale)
+    scale = integers.compute_scale(view, dim)
+    codes = integers.encode(view, scale)
     assert codes.abs().max() <= integers.largest
     reached = codes.abs().amax(dim, keepdim=True)
     assert ((reached == integers.largest) | (view.abs().amax(dim, keepdim=True) < 1e-36)).all()
@@ -36,23 +36,23 @@ def test_codes_stay_within_range_and_the_largest_entry_gets_the_largest_code(x, 
 
 @given(MATRICES, INTEGERS)
 def test_quantizing_again_gives_the_same_codes(x, integers):
-    scale = integers.scale(x, -1)
-    codes = integers.codes(x, scale)
+    scale = integers.compute_scale(x, -1)
+    codes = integers.encode(x, scale)
     back = integers.decode(codes, scale)
-    assert torch.equal(integers.codes(back, integers.scale(back, -1)), codes)
+    assert torch.equal(integers.encode(back, integers.compute_scale(back, -1)), codes)
 
 
 @given(MATRICES, INTEGERS)
 def test_codes_are_monotone_in_the_values(x, integers):
     row = x.flatten().sort().values
-    codes = integers.codes(row, integers.scale(row, -1))
+    codes = integers.encode(row, integers.compute_scale(row, -1))
     assert (codes.int().diff() >= 0).all()
 
 
 @given(MATRICES, INTEGERS)
 def test_negating_the_values_negates_the_codes(x, integers):
-    scale = integers.scale(x, -1)
-    assert torch.equal(integers.codes(-x, integers.scale(-x, -1)), -integers.codes(x, scale))
+    scale = integers.compute_scale(x, -1)
+    assert torch.equal(integers.encode(-x, integers.compute_scale(-x, -1)), -integers.encode(x, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -77,16 +77,16 @@ def test_the_largest_finite_value_survives(dtype):
 def test_half_types_are_computed_in_float32(dtype):
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     integers = format_named("6")
-    scale = integers.scale(x, -1)
+    scale = integers.compute_scale(x, -1)
     assert scale.dtype == torch.float32
-    assert torch.equal(scale, integers.scale(x.float(), -1))
+    assert torch.equal(scale, integers.compute_scale(x.float(), -1))
     stored = scale.to(dtype)
-    assert torch.equal(integers.codes(x, stored), integers.codes(x.float(), stored.float()))
+    assert torch.equal(integers.encode(x, stored), integers.encode(x.float(), stored.float()))
 
 
 def test_halfway_values_round_to_even():
     x = torch.tensor([[7.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
-    assert format_named("4").codes(x, torch.ones(1, 1)).tolist() == [[7, 0, 2, 2, 0, -2]]
+    assert format_named("4").encode(x, torch.ones(1, 1)).tolist() == [[7, 0, 2, 2, 0, -2]]
 
 
 @in_one_test("columns", [1, 7, 31])
@@ -110,12 +110,12 @@ def test_finite_numbers_whose_sum_is_not_are_finite(dtype):
 
 def test_an_unknown_granularity_is_refused():
     with pytest.raises(UsageError, match="unknown granularity 'rows'; did you mean 'row'"):
-        Sharing.parse("rows")
+        Granularity.parse("rows")
 
 
 def test_what_shares_scales_of_logits_alone_is_no_part_of_one_tensor():
     with pytest.raises(UsageError, match="'pair' spans more than one tensor"):
-        Sharing.parse("pair").view(torch.ones(2, 8))
+        Granularity.parse("pair").view(torch.ones(2, 8))
 
 
 def test_a_group_that_does_not_divide_is_refused():

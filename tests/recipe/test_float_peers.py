@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffquant.recipe.numbers.formats import format_named
-from diffquant.recipe.numbers.sharing import Sharing
+from diffquant.recipe.numbers.sharing import Granularity
 from tests.support.float_blocks import blocks, decoded
 from tests.support.oracles import agrees
 from tests.support.tables import in_one_test
@@ -28,10 +28,10 @@ def weight():
 
 def ours(name, shared):
     """Codes [96, 64] as numbers, and scales, of that weight."""
-    sharing, number_format = Sharing.parse(shared, "weights"), format_named(name)
+    sharing, number_format = Granularity.parse(shared, "weights"), format_named(name)
     view, dim = sharing.view(weight())
-    scale = number_format.scale(view, dim)
-    levels = number_format.values(number_format.codes(view, scale), torch.float32)
+    scale = number_format.compute_scale(view, dim)
+    levels = number_format.levels_of(number_format.encode(view, scale), torch.float32)
     return sharing.undo_view(levels, (96, 64)), scale
 
 
@@ -67,8 +67,8 @@ def test_microscaled_codes_are_those_of_modelopt_under_its_exponents(name):
     tensor, exponents = kind.quantize(x, block_size=32) if name == "mxfp4" else kind.quantize(x)
     scale = number_format.unpack_scale(exponents.reshape(-1, 1))
     read = tensor.dequantize(torch.float32, scale=exponents, block_sizes={-1: 32})
-    agrees("ModelOpt", f"{name}: values", number_format.decode(number_format.codes(x, scale), scale), read)
-    floor = number_format.pack_scale(number_format.scale(x, -1))
+    agrees("ModelOpt", f"{name}: values", number_format.decode(number_format.encode(x, scale), scale), read)
+    floor = number_format.pack_scale(number_format.compute_scale(x, -1))
     raised = exponents.reshape(-1, 1).int() - floor.int()
     assert set(raised[x.abs().amax(-1, keepdim=True) > 0].tolist()) == {0, 1}
     agrees("ModelOpt", f"{name}: exponents", floor[raised == 0], exponents.reshape(-1, 1)[raised == 0])
@@ -108,7 +108,7 @@ def test_microscaled_floats_agree_with_torchao_under_the_floor(name):
     agrees("torchao", f"{name}: scales", packed, scale.view(torch.uint8))
     theirs = mx.to_dtype(data, scale, elements[name], 32, torch.float32)
     agrees("torchao", f"{name}: values", values, theirs)
-    assert torch.equal(codes, number_format.codes(x, ours))
+    assert torch.equal(codes, number_format.encode(x, ours))
 
 
 def test_nvfp4_agrees_with_torchao():

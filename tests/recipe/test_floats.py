@@ -40,9 +40,9 @@ def test_every_16_bit_number_is_cast_as_ml_dtypes_and_torch_cast_it(name):
     oracle = torch.from_numpy(within.numpy().astype(theirs).astype("float32"))
     one = torch.ones(())
     for values in (x, x.double()):
-        read = number_format.values(number_format.codes(values, one), torch.float32)
+        read = number_format.levels_of(number_format.encode(values, one), torch.float32)
         agrees("ml_dtypes", f"{name}: casts of 16-bit numbers", read, oracle)
-    assert torch.equal(number_format.round_to_levels_(x.clone()), oracle)
+    assert torch.equal(number_format.round_to_absmax_levels_(x.clone()), oracle)
     if torchs is not None:
         agrees("torch", f"{name}: casts of 16-bit numbers", read, within.to(torchs).float())
 
@@ -55,17 +55,17 @@ def test_levels_are_all_numbers_of_ml_dtypes_type_and_ties_go_to_an_even_mantiss
     assert min(level for level in number_format.levels if level > 0) == float(info.smallest_subnormal)
     levels = torch.tensor(number_format.levels, dtype=torch.float64)
     middles = (levels[1:] + levels[:-1]) / 2
-    codes = number_format.codes(middles, torch.ones((), dtype=torch.float64))
+    codes = number_format.encode(middles, torch.ones((), dtype=torch.float64))
     assert (codes % 2 == 0).all()
     # The general way, by a table, finds the same.
-    assert torch.equal(NumberFormat.codes(number_format, middles, torch.ones((), dtype=torch.float64)), codes)
+    assert torch.equal(NumberFormat.encode(number_format, middles, torch.ones((), dtype=torch.float64)), codes)
 
 
 @in_one_test("name", ELEMENTS)
 def test_bytes_are_the_bits_of_ml_dtypes_numbers(name):
     number_format, (theirs, _) = format_named(name), ELEMENTS[name]
     levels = torch.tensor(number_format.levels).repeat(32)[: 32 * (len(number_format.levels) // 2)]
-    codes = number_format.codes(levels, torch.ones(()))
+    codes = number_format.encode(levels, torch.ones(()))
     packed = number_format.pack(codes)
     assert torch.equal(number_format.unpack(packed, len(codes)), codes)
     bits = torch.from_numpy(levels.numpy().astype(theirs).view("uint8"))
@@ -83,18 +83,18 @@ def test_four_bits_are_packed_as_compressed_tensors_packs_them():
     theirs = pack_fp4_to_uint8(values)
     assert theirs.tolist() == [[16, 50, 84, 118, 249, 160, 17, 72 + 0]]
     codes = number_format.unpack(theirs, 16)
-    assert torch.equal(number_format.values(codes, torch.float32), values)
+    assert torch.equal(number_format.levels_of(codes, torch.float32), values)
     # A minus of zero is not kept.
     assert number_format.pack(codes).tolist() == [[16, 50, 84, 118, 249, 160, 17, 64]]
     every = torch.arange(256, dtype=torch.uint8)[None]
-    read = number_format.values(number_format.unpack(every, 512), torch.float32)
+    read = number_format.levels_of(number_format.unpack(every, 512), torch.float32)
     agrees("compressed-tensors", "nvfp4: bytes", read, unpack_fp4_from_uint8(every, 1, 512).float())
 
 
 def test_six_bits_are_packed_as_compressed_tensors_packs_them():
     number_format = format_named("mxfp6")
-    codes = number_format.codes(torch.randn(7, 96, generator=torch.Generator().manual_seed(0)) * 3, torch.ones(()))
-    values = number_format.values(codes, torch.float32)
+    codes = number_format.encode(torch.randn(7, 96, generator=torch.Generator().manual_seed(0)) * 3, torch.ones(()))
+    values = number_format.levels_of(codes, torch.float32)
     agrees("compressed-tensors", "mxfp6: bytes", number_format.pack(codes), pack_fp6_to_uint8(values))
 
 
@@ -107,18 +107,20 @@ def test_microscaled_floats_agree_with_compressed_tensors(name, bits):
     largest = largest[((largest > 2.0**-110) & (largest < 1.75 * 2.0**127)) | (largest == 0)].unique()
     x = largest[:, None] * torch.linspace(-1, 1, 32)
     scale, _ = calculate_qparams(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), args)
-    ours = number_format.scale(x, -1)
+    ours = number_format.compute_scale(x, -1)
     agrees("compressed-tensors", f"{name}: scales", ours, scale)
     assert torch.equal(number_format.unpack_scale(number_format.pack_scale(ours)), ours)
     quantized = quantize(x, scale, None, args)
     theirs = dequantize(quantized, scale, None, args, dtype=torch.float32)
-    read = number_format.decode(number_format.codes(x, ours), ours)
+    read = number_format.decode(number_format.encode(x, ours), ours)
     agrees("compressed-tensors", f"{name}: values", read, theirs)
 
 
 def test_the_shared_exponent_is_the_floor_of_ocp_unless_the_name_says_up():
     largest = torch.tensor([1, 1.74, 1.75, 3.49, 3.5, 6, 7, 0])[:, None]
-    exponents = {name: format_named(name).pack_scale(format_named(name).scale_of(largest)) for name in FLOORS_AND_UPS}
+    exponents = {
+        name: format_named(name).pack_scale(format_named(name).scale_for_largest(largest)) for name in FLOORS_AND_UPS
+    }
     assert exponents["mxfp4"].flatten().tolist() == [125, 125, 125, 126, 126, 127, 127, 0]
     assert exponents["mxfp4_up"].flatten().tolist() == [125, 125, 126, 126, 127, 127, 128, 0]
     # 1.9375 is where E2M3 would round beyond 7.5.
@@ -159,7 +161,7 @@ def test_nvfp4_agrees_with_compressed_tensors_with_and_without_a_tensors_scale(s
         stored = number_format.pack_scale(ours).view(torch.float8_e4m3fn).float()
         agrees("compressed-tensors", "nvfp4: scales", stored, scale)
         quantized = quantize(x, scale, None, args, global_scale=theirs)
-        agrees("compressed-tensors", "nvfp4: levels", number_format.values(codes, torch.float32), quantized)
+        agrees("compressed-tensors", "nvfp4: levels", number_format.levels_of(codes, torch.float32), quantized)
         read = dequantize(quantized, scale, None, args, global_scale=theirs)
         agrees("compressed-tensors", "nvfp4: values", values, read)
         stored = number_format.pack_scale(ours)
@@ -173,7 +175,7 @@ def test_every_e4m3_scale_comes_back_under_any_tensors_scale():
         number_format = format_named("nvfp4").with_tensor_scale(largest)
         scale = number_format.unpack_scale(every, number_format.tensor_scale)
         assert torch.equal(number_format.pack_scale(scale), every)
-        assert torch.equal(number_format.storable(scale, torch.float32), scale)
+        assert torch.equal(number_format.round_scale(scale, torch.float32), scale)
 
 
 def test_four_over_six_takes_whichever_of_two_scales_loses_less():
@@ -215,4 +217,4 @@ def test_nan_codes_of_eight_bits_are_read_as_nan():
     for name, code in (("e4m3", 0x7F), ("e5m2", 0x7C), ("e5m2", 0xFF)):
         number_format = format_named(name)
         codes = number_format.unpack(torch.tensor([code], dtype=torch.uint8), 1)
-        assert number_format.values(codes, torch.float32).isnan().all()
+        assert number_format.levels_of(codes, torch.float32).isnan().all()

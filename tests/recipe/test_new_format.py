@@ -49,10 +49,10 @@ class Ternary(NumberFormat):
     levels = (-1, 0, 1)
 
     @property
-    def stored_dtype(self):
+    def packed_dtype(self):
         return torch.uint8
 
-    def stored_width(self, length):
+    def packed_width(self, length):
         return -(-length // 5)
 
     def pack(self, codes):
@@ -187,7 +187,7 @@ def test_uneven_levels_cannot_be_counted_from_a_rows_maximum(e2m1, ternary):
         Scheme.parse("e2m1:row:shift")
     logits, scheme = torch.tensor([[[[0.0, -4, -7, -9, -30]]]]), Scheme.parse("ternary:row:shift")
     # All three levels serve one side, down to 12 below the maximum.
-    scale = logit_format(scheme.format, True).scale_of(torch.tensor(30.0))
+    scale = logit_format(scheme.format, True).scale_for_largest(torch.tensor(30.0))
     assert round_logits(logits, scale, scheme).flatten().tolist() == [0, -6, -6, -12, -12]
 
 

@@ -224,7 +224,7 @@ def test_a_new_transform_is_one_object(monkeypatch):
     assert str(recipe.p) == "8:g16:fullsum:clip"
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
-    assert not recipe.p.by_token
+    assert not recipe.p.is_token_local
     for entries, said in (
         ({"logits": "8:row:clip"}, "logits: clip is for p, whose largest value is known; leave it out"),
         ({"p": "8:row:clip:pow2"}, "p: clip and pow2 cannot be combined in 8:row:pow2:clip; leave out one"),

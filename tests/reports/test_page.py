@@ -3,8 +3,8 @@ import hashlib
 import re
 from html.parser import HTMLParser
 
-from diffquant.reports.page import Charts, Drawing, Items, Report, Section, page, sort_value
-from diffquant.reports.plots import as_svg, look, mark_tip, new_figure, tidy
+from diffquant.reports.page import Charts, Drawing, Report, Section, TextList, render_page, sort_value
+from diffquant.reports.plots import add_tooltip, as_svg, new_figure, series_style, style_axis
 from diffquant.reports.tables import Link, Table
 from tests.support.tables import in_one_test
 
@@ -33,14 +33,14 @@ class Tags(HTMLParser):
 
 
 def document(*blocks, name="name", headline=(), links=()):
-    return page(Report("sweep", name, headline, "", [Section("section", blocks)]), links)
+    return render_page(Report("sweep", name, headline, "", [Section("section", blocks)]), links)
 
 
 BLOCKS = {
     "subtitle": lambda text: Section(text, []),
     "note": str,
-    "items": lambda text: Items([text]),
-    "errors": lambda text: Items([text], errors=True),
+    "items": lambda text: TextList([text]),
+    "errors": lambda text: TextList([text], errors=True),
     "heads": lambda text: Table([text, "b"], [["1", "2"]]),
     "cells": lambda text: Table(["a", "b"], [[text, "2"]], [True]),
     "links": lambda text: Table(["a"], [[Link(text, text)]]),
@@ -94,9 +94,9 @@ def test_a_drawing_is_put_in_as_it_is_and_refers_to_nothing_outside():
 def test_a_drawing_takes_the_colours_of_the_page_and_tells_its_points():
     figure, tips = new_figure(2, 2), []
     axis = figure.subplots()
-    tidy(axis)
+    style_axis(axis)
     axis.plot([1, 2], [1, 2], color="#D55E00")
-    mark_tip(axis, tips, 1, 1, "a < b")
+    add_tooltip(axis, tips, 1, 1, "a < b")
     drawing = as_svg(figure, 'a "name"', tips)
     assert "<title>a &lt; b</title>" in drawing
     assert 'aria-label="a &quot;name&quot;"' in drawing
@@ -106,7 +106,7 @@ def test_a_drawing_takes_the_colours_of_the_page_and_tells_its_points():
 
 
 def test_no_two_of_many_series_look_alike():
-    assert len({tuple(look(number).values()) for number in range(140)}) == 140
+    assert len({tuple(series_style(number).values()) for number in range(140)}) == 140
 
 
 def test_baselines_are_shaded_and_names_stand_left():

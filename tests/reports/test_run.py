@@ -1,7 +1,7 @@
 """The files that a run writes: texts, pictures, and a page that leads to them."""
 
 from diffquant.errors import UsageError
-from diffquant.reports.page import Report, Section, facts, write_run
+from diffquant.reports.page import Report, Section, format_settings, write_run
 
 
 def nothing_to_draw(path):
@@ -15,7 +15,9 @@ def test_a_run_leaves_texts_pictures_and_a_page_that_leads_to_them(tmp_path):
 
     def report(name, files):
         seen.append((name, list(files)))
-        return Report("sweep", name, ["It worked."], "", [Section("Settings", [facts({"bits": [8, 4]})])], files)
+        return Report(
+            "sweep", name, ["It worked."], "", [Section("Settings", [format_settings({"bits": [8, 4]})])], files
+        )
 
     written = write_run(folder, {"table.csv": "a,b\n"}, pictures, "report.html", report, ["sweep.json"])
     assert written == [folder / name for name in ("table.csv", "plot.png", "report.html")]
@@ -49,4 +51,4 @@ def test_settings_are_words_and_what_is_empty_is_left_out():
         "g": {"name": "x", "k": 1, "l": None},
         "h": [1, 2],
     }
-    assert facts(values) == {"e": "no", "f": "0", "g": "k 1", "h": "1, 2"}
+    assert format_settings(values) == {"e": "no", "f": "0", "g": "k 1", "h": "1, 2"}

@@ -2,15 +2,15 @@
 
 from matplotlib.figure import Figure
 
-from diffquant.reports.plots import plain_log_scale, tidy
-from diffquant.reports.tables import bytes_at_16_bits, compare_size, stored_bits
+from diffquant.reports.plots import set_log_scale, style_axis
+from diffquant.reports.tables import bytes_at_16_bits, compare_size, stored_bits_per_weight
 from tests.support.tables import in_one_test
 
 
 def test_stored_bits_are_all_bytes_over_the_weights():
-    assert stored_bits(576, 1024) == 4.5
-    assert stored_bits(0, 0) == 0
-    assert stored_bits(3, 1) == 24
+    assert stored_bits_per_weight(576, 1024) == 4.5
+    assert stored_bits_per_weight(0, 0) == 0
+    assert stored_bits_per_weight(3, 1) == 24
     assert bytes_at_16_bits(1024) == 2048
 
 
@@ -35,7 +35,7 @@ def test_a_source_within_a_percent_of_16_bits_is_not_set_beside_them_once_more(s
 def test_ticks_are_written_out_and_closer_where_an_axis_spans_little(limits, ticks):
     axis = Figure().subplots()
     axis.set_ylim(*limits)
-    plain_log_scale(axis)
+    set_log_scale(axis)
     # A locator may give a tick beyond either end.
     shown = [
         axis.yaxis.get_major_formatter()(value)
@@ -48,7 +48,7 @@ def test_ticks_are_written_out_and_closer_where_an_axis_spans_little(limits, tic
 
 def test_a_tidy_plot_has_no_frame_on_its_right_and_above():
     axis = Figure().subplots()
-    tidy(axis)
+    style_axis(axis)
     assert {side: axis.spines[side].get_visible() for side in ("top", "right", "left", "bottom")} == {
         "top": False, "right": False, "left": True, "bottom": True
     }  # fmt: skip

@@ -1,7 +1,7 @@
 import csv
 import io
 
-from diffquant.reports.tables import Link, Table, align_columns, format_csv, markdown, megabytes
+from diffquant.reports.tables import Link, Table, align_columns, format_csv, format_size, markdown
 from tests.support.tables import in_one_test
 
 
@@ -43,7 +43,7 @@ def test_a_text_that_a_spreadsheet_would_compute_follows_an_apostrophe(start):
     [(999_949_999, "999.9 MB"), (1e9, "1.00 GB"), (1.555e9, "1.55 GB"), (49_999, "0.0 MB"), (0, "0.0 MB")],
 )
 def test_sizes_are_in_powers_of_ten(size, text):
-    assert megabytes(size) == text
+    assert format_size(size) == text
 
 
 def test_a_table_is_the_same_for_a_terminal_and_a_document():

@@ -16,7 +16,7 @@ import diffquant
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization import modeling_diffquant
-from diffquant.quantization.engine_folder import MODELLING_FILE, config_for_engines, modelling_file
+from diffquant.quantization.engine_folder import MODELLING_FILE, config_for_engines, make_modelling_text
 from tests.support import tiny_lm
 from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, edit_json, write_checkpoint
 from tests.support.models import random_ids
@@ -237,7 +237,7 @@ def test_a_strangers_code_is_not_carried_where_ours_serves(tmp_path):
     edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_motif.Motif"})
     diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
     assert [file.name for file in (tmp_path / "out").glob("*.py")] == [MODELLING_FILE]
-    assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("Motif")
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text("Motif")
     assert "source's own code is not part of this folder" in (card := (tmp_path / "out/README.md").read_text())
     assert "`modeling_motif.py`" in card
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -259,7 +259,7 @@ def test_a_converted_folder_opens_too(tmp_path):
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["DiffForCausalLM"]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
-    assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("diff_v2")
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text("diff_v2")
     digest = hashlib.sha256((tmp_path / "out" / MODELLING_FILE).read_bytes()).hexdigest()
     assert json.loads((tmp_path / "out/diffquant.json").read_text())["code"] == {MODELLING_FILE: digest}
 

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoTokenizer
 import diffquant
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import CheckpointError
-from diffquant.measure.sweep.workers import Process
-from diffquant.quantization.engine_folder import AUTO_MAP, MODELLING_FILE, modelling_file
-from diffquant.quantization.foreign_code import leave_out_code
+from diffquant.measure.sweep.workers import WorkerProcess
+from diffquant.quantization.engine_folder import AUTO_MAP, MODELLING_FILE, make_modelling_text
+from diffquant.quantization.foreign_code import remove_code_entries
 from diffquant.serving.plan import plan_server
 from tests.serving.test_plan import ASKED, POCKET, vllm  # noqa: F401
 from tests.support import tiny_lm
@@ -71,7 +71,7 @@ def injected(model, evil):
     name = f'x"; open({str(evil / "ran-injected")!r}, "w").close(); Z = "'
     edit_json(model / "config.json", model_type=name)
     (model / MODELLING_FILE).write_text(
-        modelling_file("diff_v2").replace('MODEL_TYPE = "diff_v2"', f'MODEL_TYPE = "{name}"')
+        make_modelling_text("diff_v2").replace('MODEL_TYPE = "diff_v2"', f'MODEL_TYPE = "{name}"')
     )
 
 
@@ -231,14 +231,14 @@ def test_a_download_caches_links_to_its_own_blobs_are_followed_and_checked(vllm,
 def test_a_model_that_the_modelling_file_does_not_run_is_refused(vllm, ours, tmp_path, model_type):  # noqa: F811
     model = shutil.copytree(ours, tmp_path / "model")
     edit_json(model / "config.json", model_type=model_type)
-    (model / MODELLING_FILE).write_text(modelling_file(model_type))
+    (model / MODELLING_FILE).write_text(make_modelling_text(model_type))
     with pytest.raises(diffquant.errors.DiffQuantError):
         plan_server(model, **FOLDER)
 
 
 def test_a_model_type_is_text_of_the_modelling_file_whatever_it_holds():
     scope = {}
-    line = next(line for line in modelling_file('"; 1 / 0; "\n').splitlines() if line.startswith("MODEL_TYPE"))
+    line = next(line for line in make_modelling_text('"; 1 / 0; "\n').splitlines() if line.startswith("MODEL_TYPE"))
     exec(line, scope)
     assert scope["MODEL_TYPE"] == '"; 1 / 0; "\n'
 
@@ -264,7 +264,7 @@ def test_processes_import_nothing_from_the_folder_that_they_are_started_in(vllm,
     plan = plan_server(POCKET, **ASKED)
     subprocess.run([*plan.command, "--help"], env=os.environ | plan.environment, capture_output=True, timeout=300)
     assert not (tmp_path / "ran").exists()
-    Process(b"", None, 1).stop()
+    WorkerProcess(b"", None, 1).stop()
     assert not (tmp_path / "ran").exists()
 
 
@@ -370,7 +370,7 @@ def test_tokenizers_of_transformers_stay(tmp_path, name):
     text = json.dumps({"tokenizer_class": name, "auto_map": 7}, indent=3)
     (tmp_path / "tokenizer_config.json").write_text(text)
     (tmp_path / "vocab.json").write_text(json.dumps({"auto_map": 1, "custom_generate": 2}))
-    assert leave_out_code(tmp_path, {"architectures": ["X"]}) == ({"architectures": ["X"]}, [])
+    assert remove_code_entries(tmp_path, {"architectures": ["X"]}) == ({"architectures": ["X"]}, [])
     assert (tmp_path / "tokenizer_config.json").read_text() == text
 
 
@@ -378,7 +378,7 @@ def test_a_name_given_twice_and_a_file_that_cannot_be_read_are_left_out(tmp_path
     (tmp_path / "a.json").write_text('{"auto_map": "a--b.C", "auto_map": 1, "kept": 2}')
     (tmp_path / "b.json").write_text("\ufeff{}")
     (tmp_path / "c.json").write_text("[" * 100_000)
-    left_out = leave_out_code(tmp_path, {})[1]
+    left_out = remove_code_entries(tmp_path, {})[1]
     assert left_out == ["auto_map of a.json", "b.json, which cannot be read", "c.json, which cannot be read"]
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     assert json.loads((tmp_path / "a.json").read_text())["kept"] == 2

@@ -23,9 +23,9 @@ from diffquant.data import pocket_models
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import adapter_for
-from diffquant.quantization.engine_folder import MODELLING_FILE, require_served
+from diffquant.quantization.engine_folder import MODELLING_FILE, require_vllm_support
 from diffquant.serving.plan import plan_capacity, plan_server
-from diffquant.serving.server import _wait_until_ready, check_processor
+from diffquant.serving.server import _wait_until_ready, check_cpu
 from diffquant.serving.vllm import TESTED, find_outdated_vllm, warn_if_untested
 from diffquant.serving.vllm.config import heads_of_rank, row_orders
 from diffquant.verbs.installation import diagnose
@@ -232,7 +232,7 @@ def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, 
     with pytest.raises(UnknownModelTypeError, match=rf"cannot serve.*{kind}.*diffquant generate"):
         plan_server(model, **ASKED)
     with pytest.raises(UnknownModelTypeError, match=kind):
-        require_served(config, adapter_for(config))
+        require_vllm_support(config, adapter_for(config))
 
 
 @in_one_test("source", ["phi4flash", "motif3"])
@@ -490,9 +490,9 @@ def test_what_a_processor_has_no_instructions_for_is_refused(tmp_path, monkeypat
     given = {"cache": "auto", "implementation": "plugin"} | asked
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    check_processor(folder, **given)
+    check_cpu(folder, **given)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     with pytest.raises(UsageError, match="AVX-512"):
-        check_processor(folder, **given)
-    check_processor(folder, "auto", "plugin")
-    check_processor(POCKET, "auto", "folder")
+        check_cpu(folder, **given)
+    check_cpu(folder, "auto", "plugin")
+    check_cpu(POCKET, "auto", "folder")

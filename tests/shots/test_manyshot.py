@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diffquant import data
 from diffquant.errors import UsageError
-from diffquant.measure.language_model import LanguageModel, RequestEncoder, States
+from diffquant.measure.language_model import LanguageModel, ModelOutputs, RequestEncoder
 from diffquant.measure.protocols import needle
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
@@ -30,7 +30,7 @@ LABELS = ("time", "time zone", "timer", "card arrival", "card not working", "wea
 
 @cache
 def examples(count=60):
-    texts = [s for s in needle.sentences(data.books_text()) if 12 < len(s) < 40][: count + 20]
+    texts = [s for s in needle.split_sentences(data.books_text()) if 12 < len(s) < 40][: count + 20]
     made = [Example(text, LABELS[i % len(LABELS)]) for i, text in enumerate(texts)]
     return Dataset(tuple(made[:count]), tuple(made[count:]))
 
@@ -186,7 +186,7 @@ class Favouring(LanguageModel):
     device = torch.device("cpu")
     recipe = Recipe()
     max_length = 64
-    vocabulary = 500
+    vocabulary_size = 500
 
     def __init__(self, token):
         self.liked = torch.zeros(500)
@@ -199,11 +199,11 @@ class Favouring(LanguageModel):
     def branch(self):
         return self
 
-    def select(self, rows):
+    def select_sequences(self, indices):
         pass
 
-    def read(self, ids, mask=None, cache=None):
-        return States(self.liked.expand(*ids.shape, -1))
+    def compute_outputs(self, ids, mask=None, cache=None):
+        return ModelOutputs(self.liked.expand(*ids.shape, -1))
 
     def generate(self, *arguments):
         raise NotImplementedError

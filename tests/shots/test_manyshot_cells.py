@@ -27,7 +27,7 @@ LABELS = ("DESC:def", "DESC:reason", "NUM:dist", "NUM:money", "HUM:ind")
 @pytest.fixture
 def files(tmp_path):
     """TREC's lines: 30 to show, 20 to ask for."""
-    texts = [s for s in needle.sentences(data.books_text()) if 12 < len(s) < 40][:50]
+    texts = [s for s in needle.split_sentences(data.books_text()) if 12 < len(s) < 40][:50]
     lines = [f"{LABELS[i % len(LABELS)]} {text}\n" for i, text in enumerate(texts)]
     train, test = tmp_path / "train_5500.label", tmp_path / "TREC_10.label"
     train.write_text("".join(lines[:30]))
@@ -78,7 +78,7 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
 def test_a_cell_depends_on_what_is_shown_and_asked_and_not_on_where_it_lies(files, tmp_path):
     def identity(shots=3, **changes):
         asked = options(files, shots, limit=4, **changes)
-        (task,) = make_tasks(asked.tasks, asked.task_options, asked.pass_tokens("cpu"))
+        (task,) = make_tasks(asked.tasks, asked.task_options, asked.batch_tokens_for("cpu"))
         return json.dumps(task.identity(), sort_keys=True)
 
     first = identity()

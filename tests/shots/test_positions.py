@@ -12,12 +12,12 @@ from diffquant.errors import NonFiniteError, UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
 from diffquant.measure.stats import mean_interval
-from diffquant.measure.sweep.findings import headline
-from diffquant.measure.sweep.grid import SweepOptions, points
+from diffquant.measure.sweep.findings import summarize_findings
+from diffquant.measure.sweep.grid import SweepOptions, list_points
 from diffquant.measure.sweep.outputs import write_outputs
 from diffquant.measure.sweep.result import SweepResult, json_rows
 from diffquant.measure.sweep.run import run_sweep
-from diffquant.measure.tasks import kind_of, make_tasks
+from diffquant.measure.tasks import make_tasks, task_class_named
 from diffquant.measure.torch_model import TorchModel
 from examples.shots.nll import POSITIONS, cumulative_means, find_repeated_bigrams, position_panels, score_positions
 from examples.shots.panels import panels
@@ -77,7 +77,7 @@ def test_hits_and_others_together_are_all_tokens():
 
 def test_changes_are_paired_over_windows_and_weigh_as_their_tokens():
     now, before = measured(1), measured(0)
-    (all_, hit, other) = (change.of(now, before) for change in POSITIONS.changes)
+    (all_, hit, other) = (change.of(now, before) for change in POSITIONS.change_metrics)
     differences = [
         a - b for a, b in zip(now.details["ar_hit_nll_by_window"], before.details["ar_hit_nll_by_window"], strict=True)
     ]
@@ -93,7 +93,7 @@ def test_a_window_without_hits_has_no_loss_of_hits():
     assert details["ar_hit_nll"] is None
     assert details["other_nll"] == pytest.approx(details["nll"])
     compared = measured(1, window=2), measured(0, window=2)
-    assert [change.of(*compared) is None for change in POSITIONS.changes] == [False, True, False]
+    assert [change.of(*compared) is None for change in POSITIONS.change_metrics] == [False, True, False]
 
 
 def test_a_sweep_tabulates_and_draws_the_loss_by_place(tmp_path):
@@ -110,7 +110,7 @@ def test_a_sweep_tabulates_and_draws_the_loss_by_place(tmp_path):
     assert low["nll ar_hit_nll_change_low"] < low["nll ar_hit_nll_change"] < low["nll ar_hit_nll_change_high"]
     head = sweep.table().splitlines()[0]
     assert head.index("NLL") < head.index("AR-hit") < head.index("other")
-    ((title, lines),) = position_panels(sweep.cells_of(kind_of("nll"))).items()
+    ((title, lines),) = position_panels(sweep.cells_of(task_class_named("nll"))).items()
     assert title == "attention logits, per row"
     assert [line.scheme for line in lines] == ["16", "3:row"]
     assert [point[0] for point in lines[0].points] == [1, 2, 4, 8, 16, 32, 37]
@@ -131,12 +131,12 @@ def test_what_gained_much_is_not_said_to_have_changed_least():
     """A loss in nats may fall, too."""
     options = SweepOptions(tasks=("nll",), bits=(8, 4))
     cells = []
-    for point, nll in zip(points([Path("transformer")], options), (2.0, 1.99, 1.5), strict=True):
+    for point, nll in zip(list_points([Path("transformer")], options), (2.0, 1.99, 1.5), strict=True):
         counted = {f"{kind}_by_window": [3, 3] for kind in ("tokens", "ar_hits", "others")}
         losses = {f"{kind}_by_window": [nll, nll] for kind in ("nll", "ar_hit_nll", "other_nll")}
         stored = {"seconds": 1.0, "stored": {"weights": 5, "kv_per_token": 1.0}}
         cells.append(Cell(point, "nll", TaskResult.from_dict({"metric": "nll", **counted, **losses, **stored}), None))
-    (sentence,) = headline(SweepResult(cells, {}))
+    (sentence,) = summarize_findings(SweepResult(cells, {}))
     assert sentence.startswith("nll: the smallest change is that of transformer at logits 8:row")
     assert "the largest that of transformer at logits 4:row" in sentence
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import resident
+from diffquant.benchmarks.measuring import measure_resident_bytes
 from diffquant.checkpoints.staging import partial_folder
 from diffquant.errors import DiffQuantError
 from diffquant.support.files import write_json
@@ -65,7 +65,7 @@ def run_apart(
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables) as process:
             while process.poll() is None:
                 try:
-                    largest, now = resident(process.pid)
+                    largest, now = measure_resident_bytes(process.pid)
                 except OSError:
                     break
                 peak, anonymous = max(peak, largest), max(anonymous, now)

@@ -11,9 +11,9 @@ from onnx import TensorProto, helper
 from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
-from diffquant.model.attention import rotate
-from diffquant.onnx.graph.body import BodyKind, body
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
+from diffquant.model.attention import apply_rotary_embedding
+from diffquant.onnx.graph.body import BodyKind, make_function_body
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes, schema
 from diffquant.recipe.scheme import FULL, Scheme
 
 OPSET, IR = 23, 10
@@ -47,8 +47,8 @@ class Case:
         return self.width * (2 if self.generation == 1 else 1)
 
     @property
-    def attributes(self) -> OpAttributes:
-        return OpAttributes(
+    def attributes(self) -> AttentionAttributes:
+        return AttentionAttributes(
             num_pairs=self.pairs,
             num_kv_pairs=self.kv_pairs,
             generation=self.generation,
@@ -59,7 +59,7 @@ class Case:
             kv_bit_width=self.kv_bits,
             logit_bits=self.logits.bits if self.logits.quantizes else 0,
             logit_granularity=self.logits.granularity or "row",
-            logit_shift=int(self.logits.has("shift")),
+            logit_shift=int(self.logits.has_transform("shift")),
             signals_per_noise=self.signals,
         )
 
@@ -184,7 +184,7 @@ def _operands(case: Case, inputs: Inputs, tokens: slice, dtype: torch.dtype) -> 
     v = _heads(x["value"][:, : tokens.stop], case.kv_pairs)
     if case.rope:
         cos, sin = (x[name][None, : tokens.stop, : case.width // 2] for name in ("cos_cache", "sin_cache"))
-        q, k = (rotate(t, (cos, sin), case.rope) for t in (q, k))
+        q, k = (apply_rotary_embedding(t, (cos, sin), case.rope) for t in (q, k))
     lam = x["lambda"] if case.generation == 1 else x["lambda"][:, tokens].transpose(1, 2)[..., None]
     return q, k, v, lam
 
@@ -238,7 +238,7 @@ def one_node(
     ]
     names = ["" if p.name in absent else p.name for p in schema().inputs]
     node = helper.make_node(NAME, names, [o.name for o in outputs], domain=DOMAIN, **case.attributes.to_dict())
-    functions = [body(kind, case.attributes, case.width, OPSET, cached, case.gates)] if kind else []
+    functions = [make_function_body(kind, case.attributes, case.width, OPSET, cached, case.gates)] if kind else []
     domains = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
     domains += [helper.make_opsetid(CONTRIB, 1)] if kind == "contrib" else []
     graph = helper.make_graph([node], "one_node", inputs, outputs)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.support.files import write_json
 
 RESULTS = "DIFFQUANT_GPU_RESULTS"
@@ -57,7 +57,7 @@ def pytest_sessionfinish() -> None:
     _write()
 
 
-_environment = cache(environment)
+_environment = cache(describe_environment)
 
 
 def _write() -> None:

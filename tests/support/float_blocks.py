@@ -17,6 +17,6 @@ def blocks(width: int, scale: float = 1.0, count: int = 512) -> Tensor:
 
 def decoded(number_format: NumberFormat, x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor, Tensor]:
     """Values read back, their codes and their scales."""
-    scale = number_format.scale(x, dim)
-    codes = number_format.codes(x, scale)
+    scale = number_format.compute_scale(x, dim)
+    codes = number_format.encode(x, scale)
     return number_format.decode(codes, scale), codes, scale

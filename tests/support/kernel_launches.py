@@ -81,7 +81,7 @@ def _decode_latent() -> Iterator[tuple[str, Call]]:
 
 def _linear() -> Iterator[tuple[str, Call]]:
     from diffquant.kernels.linear.gemm import launch_dequantize, launch_gemm
-    from diffquant.kernels.linear.linear import launch
+    from diffquant.kernels.linear.linear import launch_matmul
     from diffquant.kernels.linear.repack import PackedWeight, repack, repack_floats
     from diffquant.recipe.numbers.packing import packed_words
 
@@ -96,14 +96,14 @@ def _linear() -> Iterator[tuple[str, Call]]:
 
     x = torch.zeros(64, 3072, dtype=torch.float16)
     for name in ("nvfp4", "mxfp4"):
-        yield f"GEMV {name}", partial(launch, x[:1], floats(name, 64), None)
+        yield f"GEMV {name}", partial(launch_matmul, x[:1], floats(name, 64), None)
         yield f"GEMM {name}", partial(launch_gemm, x, floats(name, 1024), None)
     few = zeros(4, 64)
     # Of as many rows as make a program compute several blocks of them: nothing is read when it is compiled.
     many = replace(few, low=few.low[:1].expand(1024, *few.low.shape[1:]), shape=(16 * 1024, 3072))
-    yield "GEMV 4 bits of many rows", partial(launch, x[:1], many, None)
+    yield "GEMV 4 bits of many rows", partial(launch_matmul, x[:1], many, None)
     for bits in (8, 6, 4):
-        yield f"GEMV {bits} bits", partial(launch, x[:1], zeros(bits, 64), None)
+        yield f"GEMV {bits} bits", partial(launch_matmul, x[:1], zeros(bits, 64), None)
     for bits in (8, 6, 4):
         yield f"GEMM {bits} bits", partial(launch_gemm, x, zeros(bits, 1024), None)
     yield "GEMM 4 bits, 128 tokens", partial(launch_gemm, x.repeat(2, 1), zeros(4, 1024), None)

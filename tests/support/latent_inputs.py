@@ -9,9 +9,9 @@ from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import CAUSAL, expected
 
-TURNED, LATENT = 64, 512
+ROTATED, LATENT = 64, 512
 # Of logits that differ by about one.
-SCALE = (LATENT + TURNED) ** -0.5
+SCALE = (LATENT + ROTATED) ** -0.5
 
 
 def random_latents(
@@ -31,9 +31,9 @@ def random_latents(
         rows = torch.randn(batch, length, count, width, generator=generator, device=device)
         return rows.to(dtype).transpose(1, 2)
 
-    q = [heads(count, queries, LATENT + TURNED) for count in (pairs, noises) if count]
+    q = [heads(count, queries, LATENT + ROTATED) for count in (pairs, noises) if count]
     lam = torch.rand(batch, pairs, queries, 1, generator=generator, device=device) if noises else None
-    return q, heads(1, keys, TURNED), heads(1, keys, LATENT), lam
+    return q, heads(1, keys, ROTATED), heads(1, keys, LATENT), lam
 
 
 def stored_latents(recipe: Recipe, turned: Tensor, latents: Tensor, capacity: int | None = None) -> KVStore:

@@ -9,7 +9,7 @@ from typing import Any
 
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import TransformerArchitecture
-from diffquant.model.blocks import Block, Parameter, Parameters, linear
+from diffquant.model.blocks import Block, Parameters, ParameterSpec, linear_parameters
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ExpertsBlock(Block):
     def parameter_specs(self) -> Parameters:
         down = (self.inner, self.width) if self.is_transposed else (self.width, self.inner)
         return {
-            **linear("gate", self.experts, self.width, packing="named"),
-            "experts.gate_up_proj": Parameter((self.experts, 2 * self.inner, self.width), "weights"),
-            "experts.down_proj": Parameter(
+            **linear_parameters("gate", self.experts, self.width, packing="named"),
+            "experts.gate_up_proj": ParameterSpec((self.experts, 2 * self.inner, self.width), "weights"),
+            "experts.down_proj": ParameterSpec(
                 (self.experts, *down), "weights", contracted=-2 if self.is_transposed else -1
             ),
         }

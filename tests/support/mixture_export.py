@@ -14,7 +14,7 @@ def mixture(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
     graph, plan = decoder.graph, decoder.plan
     tokens = graph.add("Reshape", x, graph.int64("tokens", (-1, block.width)))
     gate = graph.constant(f"{place}.gate", plan.read_small_matrix(f"{place}.gate.weight").T.contiguous().numpy())
-    scores = graph.add("Softmax", graph.add("MatMul", graph.wide(tokens), gate), axis=-1)
+    scores = graph.add("Softmax", graph.add("MatMul", graph.to_float32(tokens), gate), axis=-1)
     best, chosen = graph.unused_name("TopK"), graph.unused_name("TopK")
     graph.add_with_outputs("TopK", [scores, graph.int64("chosen", (block.chosen,))], [best, chosen])
     shares = graph.add("Div", best, graph.add("ReduceSum", best, graph.int64("last_axis", (-1,))))
@@ -27,6 +27,6 @@ def mixture(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
         halves = graph.split(add_expert_product(decoder.linears, tokens, up, block.experts, number), [block.inner] * 2)
         active = EMITTED["silu"](graph, halves[0], {})
         y = add_expert_product(decoder.linears, graph.add("Mul", active, halves[1]), down, block.experts, number)
-        weighted = graph.add("Mul", y, graph.narrow(share))
+        weighted = graph.add("Mul", y, graph.to_activation_type(share))
         total = graph.add("Add", total, weighted) if total else weighted
     return graph.add("Reshape", total, graph.add("Shape", x))

@@ -59,7 +59,7 @@ def random_floats(rows: int, width: int, name: str, device: str = "cpu", seed: i
     group, (low, high) = (16, (0, 127)) if name == "nvfp4" else (32, (100, 118))
     scale = torch.randint(low, high, (rows, width // group), generator=generator, dtype=torch.uint8)
     divisor = torch.tensor([300.0]) if name == "nvfp4" else None
-    values = number_format.values(number_format.unpack(words, width), torch.float64)
+    values = number_format.levels_of(number_format.unpack(words, width), torch.float64)
     exact = values * number_format.unpack_scale(scale, divisor).double().repeat_interleave(group, -1)
     packed = repack_floats(words.to(device), scale.to(device), None if divisor is None else divisor.to(device), width)
     return packed, exact.to(device)

@@ -115,7 +115,7 @@ def kernels_as_operators() -> Iterator[None]:
 
 
 def record(work: Callable[[], Tensor], device: torch.device) -> Recording:
-    """What `diffquant.model.graphed_steps.record` gives, without a GPU.
+    """What `diffquant.model.graphed_steps.record_cuda_graph` gives, without a GPU.
 
     Raises:
         HostRead: the work waits for the device.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Self
 
-from diffquant.measure.cells import Cell, Point
+from diffquant.measure.cells import Cell, SweepPoint
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.sweep.cell import Run, cell_key
 from diffquant.measure.task import Task
@@ -56,18 +56,18 @@ class Sleeper:
 
     name: str
     device: ClassVar = "cpu"
-    held_bytes: ClassVar = 0
+    peak_weight_bytes: ClassVar = 0
 
     def key(self, recipe: Recipe) -> JsonObject:
         return {"model": self.name, "recipe": recipe.to_dict()}
 
-    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+    def python_modules(self, recipe: Recipe) -> tuple[str, ...]:
         return (__name__,)
 
     def copy_to(self, device: str | None) -> Self:
         return self
 
-    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> None:
+    def compute_reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> None:
         return None
 
     def measure(self, task: Task, recipe: Recipe | None, reference: object, progress: Progress) -> TaskResult:
@@ -89,7 +89,7 @@ def sleeping_run(folder: Path, batches: int, cells: int, seconds: float, deadly:
     tasks = {name: Sleep(name=name, seconds=seconds, is_deadly=name in deadly) for name in names}
     made = []
     for number, (model, sleeper) in enumerate(subjects.items()):
-        point = Point(model, "", 16, "", Recipe(), None)
+        point = SweepPoint(model, "", 16, "", Recipe(), None)
         for name in names[number::batches]:
             key = cell_key(sleeper, point.recipe, tasks[name], tasks[name].identity())
             made.append(Cell(point, name, key=key, folder=folder))

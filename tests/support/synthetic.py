@@ -15,14 +15,14 @@ import typer
 
 from diffquant.checkpoints.atomic_folder import stage_output
 from diffquant.checkpoints.folder import INDEX
-from diffquant.checkpoints.row_stream import Block, Job, Shard, shard_names, write_shards
+from diffquant.checkpoints.row_stream import ConversionJob, RowBlock, Shard, shard_names, write_shards
 from diffquant.checkpoints.writer import OutputTensor, ShardFile
 from diffquant.errors import UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.model.blocks import Shape
 from diffquant.support.files import write_atomically
 from diffquant.support.names import did_you_mean
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 
 _LAYER: dict[str, Any] = {
     "model_type": "diffllama",
@@ -142,7 +142,7 @@ def preset(name: str) -> dict[str, Any]:
     return PRESETS[name]
 
 
-def synthesize(folder: Path, config: dict[str, Any], shards: int = 4, progress: Progress = silent) -> None:
+def synthesize(folder: Path, config: dict[str, Any], shards: int = 4, progress: Progress = report_nothing) -> None:
     """Write a random bfloat16 checkpoint of a config, its tensors spread over some files.
 
     Raises:
@@ -178,7 +178,7 @@ def write_holes(folder: Path, config: dict[str, Any], shards: int) -> None:
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def random_job(output: OutputTensor) -> Job:
+def random_job(output: OutputTensor) -> ConversionJob:
     """Job that makes a tensor's rows as they are written, the same for the same name every time.
 
     Norms are one, anything else is normal with a deviation of 0.02.
@@ -186,14 +186,14 @@ def random_job(output: OutputTensor) -> Job:
     rows = output.shape[0]
     width = output.nbytes // output.dtype.itemsize // rows
 
-    def make(first: int, last: int) -> Block:
+    def make(first: int, last: int) -> RowBlock:
         if "norm" in output.name:
-            return Block({output.name: (first, torch.ones(last - first, dtype=output.dtype))})
+            return RowBlock({output.name: (first, torch.ones(last - first, dtype=output.dtype))})
         generator = torch.Generator().manual_seed(zlib.crc32(f"{output.name} {first}".encode()))
         values = torch.randn((last - first, *output.shape[1:]), generator=generator) * 0.02
-        return Block({output.name: (first, values.to(output.dtype))})
+        return RowBlock({output.name: (first, values.to(output.dtype))})
 
-    return Job(output.name, rows, width, (output,), make)
+    return ConversionJob(output.name, rows, width, (output,), make)
 
 
 def _layers_for(nbytes: float) -> int:
@@ -208,9 +208,9 @@ def _elements(shape: Shape) -> int:
     return torch.Size(shape).numel()
 
 
-def _spread(jobs: list[Job], shards: int, total: int) -> list[Shard]:
+def _spread(jobs: list[ConversionJob], shards: int, total: int) -> list[Shard]:
     """Files of about equal size that the jobs fill in order."""
-    filled: list[list[Job]] = [[] for _ in range(shards)]
+    filled: list[list[ConversionJob]] = [[] for _ in range(shards)]
     before = 0
     for job in jobs:
         filled[min(shards - 1, before * shards // total)].append(job)

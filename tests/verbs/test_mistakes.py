@@ -11,7 +11,7 @@ import diffquant
 from diffquant import data
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
-from diffquant.measure.sweep.outputs import run_files
+from diffquant.measure.sweep.outputs import sweep_files
 from diffquant.onnx.files import check_exported
 from diffquant.quantization.checks import _misfit_problem
 from diffquant.support.machine import limit_spinning
@@ -96,7 +96,7 @@ def test_models_are_compared_by_fidelity(checkpoint):
 def test_no_run_goes_into_a_models_folder(checkpoint):
     before = sorted(checkpoint.iterdir())
     with pytest.raises(OutputExistsError, match="is a model's folder; choose another output"):
-        run_files().check(checkpoint)
+        sweep_files().check(checkpoint)
     assert sorted(checkpoint.iterdir()) == before
 
 

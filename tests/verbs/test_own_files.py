@@ -10,8 +10,8 @@ from diffquant.benchmarks import run as bench
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.run import PARTS
 from diffquant.errors import OutputExistsError
-from diffquant.support.outputs import RunFiles, check_replaced
-from diffquant.support.progress import silent
+from diffquant.support.outputs import RunFiles, check_replaceable
+from diffquant.support.progress import report_nothing
 from diffquant.verbs.bench import bench as bench_verb
 from diffquant.verbs.cli import app, main
 from diffquant.verbs.demonstration import RECIPES
@@ -136,13 +136,13 @@ def test_tuning_leaves_somebodys_file_as_it_is(tmp_path, monkeypatch):
         assert file.read_bytes() == content
 
 
-@in_one_test("progress", [None, silent])
+@in_one_test("progress", [None, report_nothing])
 def test_tuning_tells_the_progress_that_it_is_given_or_shows_one(tmp_path, monkeypatch, progress):
     """Kernels are tuned on a GPU alone, so what would tune them says what it was given."""
     monkeypatch.setattr("diffquant.benchmarks.tune.tune", lambda file, device, progress: progress)
     given = bench_verb(device="cpu", tune=tmp_path / "tuned.json", progress=progress)
     assert callable(given)
-    assert (given is silent) == (progress is silent)
+    assert (given is report_nothing) == (progress is report_nothing)
 
 
 def test_somebodys_link_and_folder_count_as_theirs(tmp_path):
@@ -161,4 +161,4 @@ def test_somebodys_link_and_folder_count_as_theirs(tmp_path):
 
 def test_many_files_are_counted(tmp_path):
     with pytest.raises(OutputExistsError, match="holds 0, 1, 2, 3, 4, and 2 more, which"):
-        check_replaced(tmp_path, map(str, range(7)), [])
+        check_replaceable(tmp_path, map(str, range(7)), [])

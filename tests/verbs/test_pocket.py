@@ -19,7 +19,7 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.verbs import demonstration as pocket
 from diffquant.verbs.demo import demo
-from diffquant.verbs.demonstration import items_until
+from diffquant.verbs.demonstration import count_items_until
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
@@ -136,4 +136,4 @@ def counts_of(table, name):
 
 @in_one_test(("seconds_per_item", "items"), [(1e-3, 200), (2.0, 30), (1e3, 10)])
 def test_the_demo_scores_as_many_items_as_its_time_allows(seconds_per_item, items):
-    assert items_until(time.monotonic() + 60.5, seconds_per_item, most=200) == items
+    assert count_items_until(time.monotonic() + 60.5, seconds_per_item, most=200) == items

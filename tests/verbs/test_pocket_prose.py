@@ -28,7 +28,7 @@ def reference(name):
 
 def scores(name, **recipe):
     model = load(MODELS[name], Recipe.of(**recipe), dtype=torch.float32)
-    return perplexity.score_text(
+    return perplexity.compute_perplexity(
         TorchModel(model, load_tokenizer(MODELS[name])), TEXT, WINDOW, WINDOW, reference=reference(name)
     )
 

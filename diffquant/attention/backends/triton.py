@@ -39,7 +39,7 @@ def _backend(name: str, kernel: str, *options: object, **ranked: Any) -> Backend
 
 def _is_worth_fusing(call: AttentionCall) -> bool:
     # A fused kernel reads V once for both maps; a plain Transformer has only one map.
-    return call.maps == 2 and call.length > _FEW_QUERIES
+    return call.maps == 2 and call.query_count > _FEW_QUERIES
 
 
 register(_backend("triton", "prefill", priority=30, is_worthwhile=_is_worth_fusing))

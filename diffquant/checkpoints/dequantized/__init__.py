@@ -7,14 +7,14 @@ import sys
 
 from diffquant.checkpoints.dequantized.base import (
     LAYOUTS,
-    Contents,
     DequantizedCheckpoint,
+    QuantizedMatrices,
     RoundedMatrix,
     dequantize_folder,
     register,
 )
 from diffquant.support.names import import_all
 
-__all__ = ["LAYOUTS", "Contents", "DequantizedCheckpoint", "RoundedMatrix", "dequantize_folder", "register"]
+__all__ = ["LAYOUTS", "DequantizedCheckpoint", "QuantizedMatrices", "RoundedMatrix", "dequantize_folder", "register"]
 
 import_all(sys.modules[__name__])

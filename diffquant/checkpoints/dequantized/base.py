@@ -47,7 +47,7 @@ class RoundedMatrix:
 
 
 @dataclass(frozen=True)
-class Contents:
+class QuantizedMatrices:
     """A folder's quantized matrices, as its reader found them.
 
     Attributes:
@@ -64,7 +64,7 @@ class Contents:
 
 
 # (quantization_config, the folder) -> its contents, or None for a folder whose packed weights are read as they are.
-Layout = Callable[[Mapping[str, Any], Checkpoint], Contents | None]
+Layout = Callable[[Mapping[str, Any], Checkpoint], QuantizedMatrices | None]
 LAYOUTS: dict[str, Layout] = {}
 
 
@@ -146,7 +146,7 @@ class DequantizedCheckpoint(Checkpoint):
         contents: quantized matrices that a layout's reader found in it.
     """
 
-    def __init__(self, stored: Checkpoint, contents: Contents) -> None:
+    def __init__(self, stored: Checkpoint, contents: QuantizedMatrices) -> None:
         self.path, self._stored, self._contents = stored.path, stored, contents
         self._matrices = contents.matrices
         self.config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
@@ -179,10 +179,10 @@ class DequantizedCheckpoint(Checkpoint):
         of_all = (wanted[:, None] * height + torch.arange(height)).flatten()
         return _values(matrix, of_all).view(len(wanted), height, width)
 
-    def matrix_rows(self, name: str, first: int, last: int) -> Tensor:
+    def read_matrix_rows(self, name: str, first: int, last: int) -> Tensor:
         matrix = self._matrices.get(name)
         if matrix is None:
-            return self._stored.matrix_rows(name, first, last)
+            return self._stored.read_matrix_rows(name, first, last)
         return _values(matrix, torch.arange(first, last))
 
     def weight_files(self) -> list[Path]:
@@ -203,11 +203,11 @@ class DequantizedCheckpoint(Checkpoint):
         return entry is not None and entry.get("quant_method") == "compressed-tensors"
 
     @property
-    def rounded_as(self) -> str:
+    def earlier_format(self) -> str:
         return self._contents.kind
 
     @property
-    def note(self) -> str:
+    def engine_difference_note(self) -> str:
         return self._contents.note
 
     @property
@@ -228,7 +228,7 @@ def _values(matrix: RoundedMatrix, rows: Tensor) -> Tensor:
     return values
 
 
-class Parts:
+class LayoutChecker:
     """Checks a folder's tensors against a layout, and collects what is missing or different.
 
     Attributes:
@@ -238,7 +238,7 @@ class Parts:
     def __init__(self, stored: Checkpoint) -> None:
         self._stored, self.problems = stored, list[str]()
 
-    def shape(self, name: str, axes: int, *dtypes: torch.dtype) -> tuple[int, ...] | None:
+    def check_shape(self, name: str, axes: int, *dtypes: torch.dtype) -> tuple[int, ...] | None:
         """Check a tensor's number of axes and dtype, and return its shape, or None with a new problem.
 
         Args:
@@ -258,14 +258,14 @@ class Parts:
             return None
         return info.shape
 
-    def expect(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> bool:
-        """Check a tensor's shape and dtype as `shape` does, and return whether both are as expected."""
-        stored = self.shape(name, len(shape), *dtypes)
+    def check_tensor(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> bool:
+        """Check a tensor's shape and dtype as `check_shape` does, and return whether both are as expected."""
+        stored = self.check_shape(name, len(shape), *dtypes)
         if stored is not None and stored != shape:
             self.problems.append(f"{name} is {list(stored)}, not {list(shape)}")
         return stored == shape
 
-    def check(self, method: str) -> None:
+    def require_valid(self, method: str) -> None:
         """Check that no problems were found.
 
         Raises:

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
+from diffquant.checkpoints.dequantized.base import (
+    LayoutChecker,
+    QuantizedMatrices,
+    RoundedMatrix,
+    list_modules_with,
+    register,
+)
 from diffquant.checkpoints.dequantized.floats import model_dtype
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.support.devices import DTYPES
@@ -31,13 +37,13 @@ _STEP = 7.874015718698502e-3
 
 
 @register("bitsandbytes")
-def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
+def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     """Read the matrices of a bitsandbytes folder, each of which states its own format.
 
     Raises:
         CheckpointError: tensors do not match the layouts; the first are named.
     """
-    parts = Parts(stored)
+    parts = LayoutChecker(stored)
     matrices: dict[str, RoundedMatrix | None] = {}
     kinds: list[str] = []
     for kind in _KINDS:
@@ -53,15 +59,15 @@ def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Contents
         for name, info in stored.tensors.items()
         if name.endswith(".weight") and info.dtype in integers and name not in matrices
     ]
-    parts.check("bitsandbytes")
+    parts.require_valid("bitsandbytes")
     found = {name: matrix for name, matrix in matrices.items() if matrix is not None}
-    return Contents(f"bitsandbytes {'/'.join(dict.fromkeys(kinds))}", found)
+    return QuantizedMatrices(f"bitsandbytes {'/'.join(dict.fromkeys(kinds))}", found)
 
 
-def _read_int8(stored: Checkpoint, parts: Parts, module: str) -> RoundedMatrix | None:
+def _read_int8(stored: Checkpoint, parts: LayoutChecker, module: str) -> RoundedMatrix | None:
     weight, scales, order = f"{module}.weight", f"{module}.SCB", f"{module}.weight_format"
-    shape = parts.shape(weight, 2, torch.int8)
-    if shape is None or not parts.expect(scales, shape[:1], torch.float32):
+    shape = parts.check_shape(weight, 2, torch.int8)
+    if shape is None or not parts.check_tensor(scales, shape[:1], torch.float32):
         return None
     names = [weight, scales]
     if order in stored.tensors:
@@ -76,7 +82,7 @@ def _read_int8(stored: Checkpoint, parts: Parts, module: str) -> RoundedMatrix |
     return RoundedMatrix((shape[0], shape[1]), tuple(names), model_dtype(stored.config), rows)
 
 
-def _read_four_bits(stored: Checkpoint, parts: Parts, module: str, kind: str) -> RoundedMatrix | None:
+def _read_four_bits(stored: Checkpoint, parts: LayoutChecker, module: str, kind: str) -> RoundedMatrix | None:
     weight, state_name = f"{module}.weight", f"{module}{_STATE}{kind}"
     absmax, quant_map, nested_absmax, nested_map = (
         f"{weight}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -87,18 +93,18 @@ def _read_four_bits(stored: Checkpoint, parts: Parts, module: str, kind: str) ->
     shape, block = state["shape"], state["blocksize"]
     blocks = -(-math.prod(shape) // block)
     names = [weight, absmax, quant_map, state_name]
-    fits = [parts.expect(quant_map, (16,), torch.float32)]
+    fits = [parts.check_tensor(quant_map, (16,), torch.float32)]
     is_nested = nested_absmax in stored.tensors
     if is_nested:
         names += [nested_absmax, nested_map]
         outer = -(-blocks // state["nested_blocksize"])
         fits += [
-            parts.expect(absmax, (blocks,), torch.uint8),
-            parts.expect(nested_map, (256,), torch.float32),
-            parts.expect(nested_absmax, (outer,), torch.float32),
+            parts.check_tensor(absmax, (blocks,), torch.uint8),
+            parts.check_tensor(nested_map, (256,), torch.float32),
+            parts.check_tensor(nested_absmax, (outer,), torch.float32),
         ]
     else:
-        fits.append(parts.expect(absmax, (blocks,), torch.float32))
+        fits.append(parts.check_tensor(absmax, (blocks,), torch.float32))
     info = stored.tensors.get(weight)
     nbytes = -(-math.prod(shape) // 2)
     if info is None or info.nbytes != nbytes:
@@ -126,7 +132,7 @@ def _read_four_bits(stored: Checkpoint, parts: Parts, module: str, kind: str) ->
     return RoundedMatrix((shape[0], shape[1]), tuple(names), DTYPES[state["dtype"]], rows)
 
 
-def _read_state(stored: Checkpoint, parts: Parts, name: str) -> dict[str, Any] | None:
+def _read_state(stored: Checkpoint, parts: LayoutChecker, name: str) -> dict[str, Any] | None:
     """Read the stored description of a 4-bit matrix, or add a problem and return None."""
     try:
         state = parse_json(bytes(stored.read(name).tolist()).decode())

@@ -20,13 +20,19 @@ from diffquant.checkpoints.compressed_config import (
     block_shape,
     has_input_schemes,
     has_kv_cache_scheme,
+    has_square_blocks,
     has_targets,
-    is_square,
 )
 from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
-from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, list_modules_with, register
-from diffquant.checkpoints.dequantized.floats import find_spread, find_unscaled, model_dtype, read_float_matrix
+from diffquant.checkpoints.dequantized.base import (
+    LayoutChecker,
+    QuantizedMatrices,
+    RoundedMatrix,
+    list_modules_with,
+    register,
+)
+from diffquant.checkpoints.dequantized.floats import find_unscaled, make_scale_picker, model_dtype, read_float_matrix
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.packing import packed_words, unpack
@@ -47,7 +53,7 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 
 @register("compressed-tensors")
-def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Contents | None:
+def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices | None:
     """Read the matrices of a compressed-tensors folder, or return None if it is read packed.
 
     Raises:
@@ -66,11 +72,11 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
     has_cache = entry.get("kv_cache_scheme") and not has_kv_cache_scheme(stored.config)
     if not has_cache and not any(map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])):
         return None
-    parts = Parts(stored)
+    parts = LayoutChecker(stored)
     formats = [entry.get("format"), *(group["format"] for group in groups.values() if group.get("format"))]
     parts.problems += [f"its format is {each!r}" for each in formats if each not in _FORMATS]
     parts.problems += [f"{name} has no list of targets" for name, group in groups.items() if not has_targets(group)]
-    parts.check("compressed-tensors")
+    parts.require_valid("compressed-tensors")
     targets = {
         target: weights
         for group in groups.values()
@@ -86,10 +92,10 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Con
             kinds.append(read[0])
             matrices[f"{module}.weight"] = read[1]
     parts.problems += find_unscaled(stored, matrices)
-    parts.check("compressed-tensors")
+    parts.require_valid("compressed-tensors")
     caches = tuple(name for name in stored.tensors if name.endswith(_OF_CACHES))
     kind = f"compressed-tensors {'/'.join(dict.fromkeys(kinds))}"
-    return Contents(kind, matrices, caches, _note(entry, groups))
+    return QuantizedMatrices(kind, matrices, caches, _note(entry, groups))
 
 
 def _online_transforms(config: Any) -> list[str]:
@@ -117,7 +123,7 @@ def _is_read_here(group: Mapping[str, Any]) -> bool:
             isinstance(weights, Mapping)
             and (
                 weights.get("symmetric") is False
-                or (weights.get("strategy") == "block" and not is_square(weights.get("block_structure")))
+                or (weights.get("strategy") == "block" and not has_square_blocks(weights.get("block_structure")))
                 or weights.get("actorder") in REORDERED
             )
         )
@@ -125,7 +131,7 @@ def _is_read_here(group: Mapping[str, Any]) -> bool:
 
 
 def _read_matrix(
-    stored: Checkpoint, parts: Parts, module: str, weights: Mapping[str, Any]
+    stored: Checkpoint, parts: LayoutChecker, module: str, weights: Mapping[str, Any]
 ) -> tuple[str, RoundedMatrix] | None:
     """Read a module's number format and matrix; return None on problems, which `parts` then lists."""
     codes = module + (PACKED if module + PACKED in stored.tensors else ".weight")
@@ -150,7 +156,7 @@ def _read_matrix(
 
 def _read_integers(
     stored: Checkpoint,
-    parts: Parts,
+    parts: LayoutChecker,
     module: str,
     codes: str,
     weights: Mapping[str, Any],
@@ -163,18 +169,18 @@ def _read_integers(
             f"{module} has {bits!r} bits of type {weights.get('type')!r}; supported are integers of 2 to 8 bits"
         )
         return None
-    words = parts.shape(codes, 2, torch.int32 if is_packed else torch.int8)
-    if words is None or (is_packed and not parts.expect(module + SHAPE, (2,), torch.int64, torch.int32)):
+    words = parts.check_shape(codes, 2, torch.int32 if is_packed else torch.int8)
+    if words is None or (is_packed and not parts.check_tensor(module + SHAPE, (2,), torch.int64, torch.int32)):
         return None
     outputs, width = stored.read(module + SHAPE).tolist() if is_packed else words
     if is_packed and words != (outputs, packed_words(width, bits)):
         parts.problems.append(f"{codes} is {list(words)}, not {[outputs, packed_words(width, bits)]}")
         return None
-    scale_shape = parts.shape(module + SCALE, len(stored.tensors[module + SCALE].shape))
+    scale_shape = parts.check_shape(module + SCALE, len(stored.tensors[module + SCALE].shape))
     if scale_shape is None:
         return None
     order = _read_order(stored, parts, module, width, scale_shape[-1] if scale_shape else 1)
-    spread = find_spread(scale_shape, (outputs, width), group)
+    spread = make_scale_picker(scale_shape, (outputs, width), group)
     if order is not None and len(scale_shape) == 2 and scale_shape[0] == outputs:
 
         def spread(scale: Tensor, indices: Tensor) -> Tensor:
@@ -207,10 +213,10 @@ def _read_integers(
     return kind, RoundedMatrix((outputs, width), names, model_dtype(stored.config), rows)
 
 
-def _read_order(stored: Checkpoint, parts: Parts, module: str, width: int, groups: int) -> Tensor | None:
+def _read_order(stored: Checkpoint, parts: LayoutChecker, module: str, width: int, groups: int) -> Tensor | None:
     """Read the group index of each input, or return None if groups are consecutive inputs or the order is invalid."""
     name = module + _ORDER
-    if name not in stored.tensors or not parts.expect(name, (width,), torch.int32, torch.int64):
+    if name not in stored.tensors or not parts.check_tensor(name, (width,), torch.int32, torch.int64):
         return None
     order = stored.read(name).long()
     # All -1 means that no order was computed.
@@ -222,13 +228,15 @@ def _read_order(stored: Checkpoint, parts: Parts, module: str, width: int, group
     return order
 
 
-def _expect_zeros(parts: Parts, name: str, scales: tuple[int, ...], outputs: int, bits: int, is_packed: bool) -> bool:
+def _expect_zeros(
+    parts: LayoutChecker, name: str, scales: tuple[int, ...], outputs: int, bits: int, is_packed: bool
+) -> bool:
     if not is_packed:
-        return parts.expect(name, scales, torch.int8)
+        return parts.check_tensor(name, scales, torch.int8)
     if len(scales) != 2 or scales[0] != outputs:
         parts.problems.append(f"{name} is packed along {outputs} outputs, but the scales have shape {list(scales)}")
         return False
-    return parts.expect(name, (packed_words(outputs, bits), scales[1]), torch.int32)
+    return parts.check_tensor(name, (packed_words(outputs, bits), scales[1]), torch.int32)
 
 
 def _note(entry: Mapping[str, Any], groups: Groups) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.compressed_config import block_shape
-from diffquant.checkpoints.dequantized.base import Contents, Parts, RoundedMatrix, register
+from diffquant.checkpoints.dequantized.base import LayoutChecker, QuantizedMatrices, RoundedMatrix, register
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.support.devices import DTYPES
@@ -31,7 +31,7 @@ Spread = Callable[[Tensor, Tensor], Tensor]
 
 def read_float_matrix(
     stored: Checkpoint,
-    parts: Parts,
+    parts: LayoutChecker,
     codes: str,
     scales: str,
     *,
@@ -62,7 +62,7 @@ def read_float_matrix(
     shape = (*info.shape[:-1], 2 * info.shape[-1]) if is_packed else info.shape
     above = multiplier or divisor
     kind, size = _kind(info.dtype, scale_info.dtype, group, above in stored.tensors)
-    spread = find_spread(scale_info.shape, shape, size, block) if kind else None
+    spread = make_scale_picker(scale_info.shape, shape, size, block) if kind else None
     if spread is None:
         parts.problems.append(
             f"{codes} is {info.dtype} {list(info.shape)}, which does not fit the scale {scale_info.dtype} "
@@ -70,7 +70,7 @@ def read_float_matrix(
         )
         return None
     has_above = kind == "NVFP4" and above is not None
-    over = find_spread(stored.tensors[above].shape, shape) if has_above and above else None
+    over = make_scale_picker(stored.tensors[above].shape, shape) if has_above and above else None
     if has_above and over is None:
         parts.problems.append(
             f"{above} is {list(stored.tensors[above or ''].shape)}, expected one number, or one per expert"
@@ -100,7 +100,7 @@ def _kind(codes: torch.dtype, scales: torch.dtype, group: int | None, has_above:
     return ("NVFP4", 16) if scales == torch.float8_e4m3fn and has_above else ("", None)
 
 
-def find_spread(
+def make_scale_picker(
     scales: tuple[int, ...], shape: tuple[int, ...], group: int | None = None, block: tuple[int, int] | None = None
 ) -> Spread | None:
     """Return the function that picks the scales of given rows of a matrix, or None if the shapes do not fit.
@@ -172,14 +172,14 @@ def _to_float32(scale: Tensor) -> Tensor:
 def _decode_e2m1(packed: Tensor) -> Tensor:
     """Decode E2M1 codes, two per byte."""
     nibbles = format_named("mxfp4")
-    return nibbles.values(nibbles.unpack(packed.view(torch.uint8), 2 * packed.shape[-1]), torch.float32)
+    return nibbles.levels_of(nibbles.unpack(packed.view(torch.uint8), 2 * packed.shape[-1]), torch.float32)
 
 
 _FP8_SCALES = ("_scale_inv", ".weight_scale")
 
 
 @register("fp8")
-def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
+def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     """Read the matrices of an fp8 folder of DeepSeek, transformers or AutoFP8.
 
     A module has weight float8_e4m3fn and weight_scale_inv, which multiplies despite its name, [⌈out/128⌉, ⌈in/128⌉] for
@@ -189,24 +189,24 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     Raises:
         CheckpointError: tensors or settings do not match the layout; the first are named.
     """
-    parts = Parts(stored)
+    parts = LayoutChecker(stored)
     size = entry.get("weight_block_size")
     block = block_shape(size)
     if size is not None and block is None:
         parts.problems.append(f"weight_block_size of quantization_config is {size!r}, expected two positive numbers")
-    parts.check("fp8")
+    parts.require_valid("fp8")
     names = [name for name in stored.tensors if name.endswith(_FP8_SCALES)]
     scales = {name: name.removesuffix("_inv").removesuffix("_scale") for name in names}
     found = _read_scaled(stored, parts, scales, block)
-    parts.check("fp8")
+    parts.require_valid("fp8")
     unused = tuple(name for name in stored.tensors if name.endswith(("activation_scale", "input_scale")))
     matrices = {name: matrix for name, (_, matrix) in found.items()}
     note = "its engines also round inputs of packed weights to eight bits, which diffquant does not compute"
-    return Contents(f"FP8{f' in blocks of {block[0]}x{block[1]}' if block else ''}", matrices, unused, note)
+    return QuantizedMatrices(f"FP8{f' in blocks of {block[0]}x{block[1]}' if block else ''}", matrices, unused, note)
 
 
 def _read_scaled(
-    stored: Checkpoint, parts: Parts, scales: Mapping[str, str], block: tuple[int, int] | None
+    stored: Checkpoint, parts: LayoutChecker, scales: Mapping[str, str], block: tuple[int, int] | None
 ) -> dict[str, tuple[str, RoundedMatrix]]:
     """Read each matrix and its number format, given the codes' name for each scale's; `parts` collects problems."""
     found = {}
@@ -234,7 +234,7 @@ _ALGORITHMS = (
 @register("modelopt_nvfp4")
 @register("modelopt_fp4")
 @register("modelopt")
-def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
+def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     """Read the matrices of a ModelOpt folder, or of Motif-3's own NVFP4 release.
 
     A module has weight and weight_scale. NVFP4 adds weight_scale_2, rounded activations add input_scale, and an FP8
@@ -245,11 +245,11 @@ def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
     Raises:
         CheckpointError: tensors or settings do not match the layout; the first are named.
     """
-    parts = Parts(stored)
+    parts = LayoutChecker(stored)
     algorithm = entry.get("quant_algo")
     if algorithm is not None and str(algorithm).upper() not in _ALGORITHMS:
         parts.problems.append(f"quant_algo of quantization_config is {algorithm!r}, expected {', '.join(_ALGORITHMS)}")
-    parts.check("modelopt")
+    parts.require_valid("modelopt")
     inputs = [name for name in stored.tensors if name.endswith("input_scale")]
     scales = {}
     for scale in [name for name in stored.tensors if name.endswith(_MODELOPT_SCALE)]:
@@ -260,11 +260,11 @@ def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
             f"{codes} has a {each}, which is not supported" for each in _FOLDED if stem + each in stored.tensors
         ]
     found = _read_scaled(stored, parts, scales, _MODELOPT_BLOCK)
-    parts.check("modelopt")
+    parts.require_valid("modelopt")
     caches = [name for name in stored.tensors if name.endswith(_OF_CACHES) and "_proj" in name.rpartition(".")[0]]
     kinds = "/".join(dict.fromkeys(kind for kind, _ in found.values()))
     matrices = {name: matrix for name, (_, matrix) in found.items()}
-    return Contents(f"ModelOpt {kinds}", matrices, (*inputs, *caches), _modelopt_note(inputs, caches))
+    return QuantizedMatrices(f"ModelOpt {kinds}", matrices, (*inputs, *caches), _modelopt_note(inputs, caches))
 
 
 def _modelopt_note(inputs: list[str], caches: list[str]) -> str:

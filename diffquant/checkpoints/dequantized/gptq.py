@@ -21,8 +21,8 @@ from torch import Tensor
 
 from diffquant.checkpoints.compressed_targets import match_modules
 from diffquant.checkpoints.dequantized.base import (
-    Contents,
-    Parts,
+    LayoutChecker,
+    QuantizedMatrices,
     RoundedMatrix,
     check_settings,
     list_modules_with,
@@ -37,20 +37,20 @@ _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 
 
 @register("gptq")
-def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
+def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     """Read the matrices of a GPTQ folder.
 
     Raises:
         CheckpointError: tensors or settings do not match the layout; the first are named.
     """
-    parts = Parts(stored)
+    parts = LayoutChecker(stored)
     # Libraries write either key.
     formats = {key: tuple(_VERSIONS) for key in ("checkpoint_format", "format")}
     check_settings(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)}, parts.problems)
     if not isinstance(entry.get("dynamic") or {}, Mapping):
         parts.problems.append("dynamic of quantization_config is not a mapping from expressions to settings")
     _bits_and_size(entry, parts)
-    parts.check("gptq")
+    parts.require_valid("gptq")
     offset = _VERSIONS[entry.get("checkpoint_format") or entry.get("format") or "gptq"]
     matrices: dict[str, RoundedMatrix] = {}
     kinds: list[str] = []
@@ -61,8 +61,8 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
             kinds.append(f"{bits}{'' if size == -1 else f':g{size}'}")
             if offset and own.get("sym") is not True:
                 _refuse_zero_points_of_zero(stored, parts, module, bits)
-    parts.check("gptq")
-    return Contents(f"GPTQ {'/'.join(dict.fromkeys(kinds))}", matrices)
+    parts.require_valid("gptq")
+    return QuantizedMatrices(f"GPTQ {'/'.join(dict.fromkeys(kinds))}", matrices)
 
 
 def _settings(entry: Mapping[str, Any], modules: list[str]) -> dict[str, Mapping[str, Any]]:
@@ -84,12 +84,12 @@ def _settings(entry: Mapping[str, Any], modules: list[str]) -> dict[str, Mapping
     }
 
 
-def _bits_and_size(entry: Mapping[str, Any], parts: Parts) -> tuple[int, int]:
+def _bits_and_size(entry: Mapping[str, Any], parts: LayoutChecker) -> tuple[int, int]:
     return read_count(entry, "bits", range(2, 9), parts.problems), read_group_size(entry, parts.problems)
 
 
 def _read_gptq_matrix(
-    stored: Checkpoint, parts: Parts, module: str, bits: int, size: int, offset: int
+    stored: Checkpoint, parts: LayoutChecker, module: str, bits: int, size: int, offset: int
 ) -> RoundedMatrix | None:
     """Read a module's matrix; return None if part of it is wrong, which `parts` then lists.
 
@@ -98,13 +98,13 @@ def _read_gptq_matrix(
         offset: number that was subtracted from the stored zero points.
     """
     qweight, qzeros, scales, g_idx = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx"))
-    words = parts.shape(qweight, 2, torch.int32)
+    words = parts.check_shape(qweight, 2, torch.int32)
     if words is None:
         return None
     width, outputs = words[0] * 32 // bits, words[1]
     has_order = g_idx in stored.tensors
     if has_order:
-        stated = parts.shape(g_idx, 1, torch.int32, torch.int64)
+        stated = parts.check_shape(g_idx, 1, torch.int32, torch.int64)
         width = stated[0] if stated else width
     if words[0] != packed_words(width, bits):
         parts.problems.append(
@@ -112,8 +112,8 @@ def _read_gptq_matrix(
         )
     groups = 1 if size == -1 else -(-width // size)
     fits = [
-        parts.expect(qzeros, (groups, packed_words(outputs, bits)), torch.int32),
-        parts.expect(scales, (groups, outputs)),
+        parts.check_tensor(qzeros, (groups, packed_words(outputs, bits)), torch.int32),
+        parts.check_tensor(scales, (groups, outputs)),
     ]
     order = stored.read(g_idx).long() if has_order else torch.arange(width) // (width if size == -1 else size)
     outside = order[(order < 0) | (order >= groups)]
@@ -137,7 +137,7 @@ def _unpack_codes(words: Tensor, bits: int, length: int) -> Tensor:
     return unpack(words.contiguous(), bits, length).to(torch.int16) + (1 << bits - 1)
 
 
-def _refuse_zero_points_of_zero(stored: Checkpoint, parts: Parts, module: str, bits: int) -> None:
+def _refuse_zero_points_of_zero(stored: Checkpoint, parts: LayoutChecker, module: str, bits: int) -> None:
     """Add a problem if a module of version 1 has a zero point of 0, which overflowed to −1."""
     name = f"{module}.qzeros"
     zeros = _unpack_codes(stored.read(name), bits, stored.tensors[f"{module}.scales"].shape[1])
@@ -155,7 +155,7 @@ _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 @register("awq")
-def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
+def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     """Read the matrices of an AWQ folder, version "gemm": eight 4-bit outputs per int32 word, in AWQ's own order.
 
     A module has qweight int32 [in, out/8], qzeros int32 [groups, out/8] and scales [groups, out]. A group consists of g
@@ -166,33 +166,33 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> Contents:
 
     Source: AutoAWQ 0.2.9, utils/packing_utils.py.
     """
-    parts = Parts(stored)
+    parts = LayoutChecker(stored)
     read_count(entry, "bits", range(_AWQ_BITS, _AWQ_BITS + 1), parts.problems)
     # Newer versions of transformers call the version "format".
     check_settings(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")), parts.problems)
     if entry.get("backend") == "llm-awq":
         parts.problems.append("backend of quantization_config is 'llm-awq', whose words have another order")
     size = read_group_size(entry, parts.problems)
-    parts.check("awq")
+    parts.require_valid("awq")
     matrices = {
         f"{module}.weight": matrix
         for module in list_modules_with(stored, ".qweight")
         if (matrix := _read_awq_matrix(stored, parts, module, size))
     }
-    parts.check("awq")
-    return Contents(f"AWQ {_AWQ_BITS}{'' if size == -1 else f':g{size}'}", matrices)
+    parts.require_valid("awq")
+    return QuantizedMatrices(f"AWQ {_AWQ_BITS}{'' if size == -1 else f':g{size}'}", matrices)
 
 
-def _read_awq_matrix(stored: Checkpoint, parts: Parts, module: str, size: int) -> RoundedMatrix | None:
+def _read_awq_matrix(stored: Checkpoint, parts: LayoutChecker, module: str, size: int) -> RoundedMatrix | None:
     """Read a module's matrix; return None if part of it is wrong, which `parts` then lists."""
     qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-    words = parts.shape(qweight, 2, torch.int32)
+    words = parts.check_shape(qweight, 2, torch.int32)
     if words is None:
         return None
     width, outputs = words[0], words[1] * _IN_A_WORD
     in_group = width if size == -1 else size
     groups = -(-width // in_group)
-    fits = [parts.expect(qzeros, (groups, words[1]), torch.int32), parts.expect(scales, (groups, outputs))]
+    fits = [parts.check_tensor(qzeros, (groups, words[1]), torch.int32), parts.check_tensor(scales, (groups, outputs))]
     if not all(fits):
         return None
     order = torch.arange(width) // in_group

@@ -7,8 +7,20 @@ In both kernels `step` is the quantization scale of a query's logits.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.attention.online import key_blocks, load_rows, pair_norm, seen_by, to_float16, valid_range
-from diffquant.kernels.attention.round_operands import TOP_EXPONENT, inverse_unit, round_in_blocks, to_float
+from diffquant.kernels.attention.online import (
+    load_rows,
+    masked_key_bounds,
+    pair_norm,
+    to_float16,
+    valid_range,
+    visible_key_range,
+)
+from diffquant.kernels.attention.round_operands import (
+    TOP_EXPONENT,
+    compute_inverse_unit,
+    round_in_blocks,
+    round_to_float,
+)
 
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
 _ROUND = tl.constexpr(12582912.0)
@@ -23,10 +35,10 @@ def _quotient(x, step, inverse):
 
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @triton.jit(do_not_specialize=["T", "S"])
-def extremes(
+def compute_logit_extremes(
     q1, q2, k1, k2, q_steps, k_steps, k_maps, starts, ends, top, bottom, q_strides, k_strides,
     heads, group, T, S, scale,
-    MAPS: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
+    MAPS: tl.constexpr, USE_TMA: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute the largest and smallest visible logit of each query of a tile; both are 0 for a query that sees no key.
@@ -40,13 +52,13 @@ def extremes(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query = tile * BM + tl.arange(0, BM)
-    first, last = seen_by(query, T, S - T - start, valid)
-    inner, outer, stop = key_blocks(first, last, valid, BN)
+    first, last = visible_key_range(query, T, S - T - start, valid)
+    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
     q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
     q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
     k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
     k += tl.cast(start, tl.int64) * k_strides[2]
-    if DESCRIBED:
+    if USE_TMA:
         k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
     row = map_of_pair.to(tl.int64) * T + query
     if k_steps is not None:
@@ -55,10 +67,10 @@ def extremes(
     high = tl.full([BM], -float("inf"), tl.float32)
     low = tl.full([BM], float("inf"), tl.float32)
     high, low = _extremes_among(
-        high, low, q, k, k_steps, k_strides[2], inner, outer, first, last, valid, False, DESCRIBED, D, BN
+        high, low, q, k, k_steps, k_strides[2], inner, outer, first, last, valid, False, USE_TMA, D, BN
     )
     high, low = _extremes_among(
-        high, low, q, k, k_steps, k_strides[2], outer, stop, first, last, valid, True, DESCRIBED, D, BN
+        high, low, q, k, k_steps, k_strides[2], outer, stop, first, last, valid, True, USE_TMA, D, BN
     )
     # Rounding is monotonic, so the largest product is also the largest after scaling.
     tl.store(top + row, tl.where(first < last, high * scale, 0.0), mask=query < T)
@@ -82,10 +94,10 @@ def _apply_steps(products, k_steps, n, BN: tl.constexpr):
 @triton.jit
 def _extremes_among(
     high, low, q, k, k_steps, k_stride, begin, stop, first, last, valid,
-    MASKED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, USE_TMA: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     for n in tl.range(begin, stop, BN):
-        rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
+        rows = load_rows(k, n, 0, valid, k_stride, BN, D, USE_TMA, MASKED)
         logits = _apply_steps(tl.dot(q, rows.T), k_steps, n, BN)
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
@@ -100,14 +112,14 @@ def _extremes_among(
 
 @triton.jit(do_not_specialize=["T", "S"])
 def attend_rounded(
-    q1, q2, k1, k2, q_steps, k_steps, k_maps, v, lam, starts, ends, weight, top, steps, out, parked, clipped,
+    q1, q2, k1, k2, q_steps, k_steps, k_maps, v, lam, starts, ends, weight, top, steps, out, noise_rows, clipped,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     heads, group, T, S, scale, log2e, levels, weight_step, eps, factor,
     MAPS: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr,
-    WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, FULL_SUM: tl.constexpr, NORM: tl.constexpr, USE_TMA: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of BM queries of one pair, one map after the other, with q and k as in `extremes`.
+    """Compute attention of BM queries of one pair, one map after the other; q and k as in `compute_logit_extremes`.
 
     If LOGITS, logits are quantized. WEIGHTS is the format of the unnormalized softmax weights, which are at most 1:
     integers ("int") or e4m3 numbers ("e4m3") with scale `weight_step`, the block format BLOCKS of `BLOCK_FORMATS`
@@ -121,20 +133,20 @@ def attend_rounded(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query, value = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
-    first, last = seen_by(query, T, S - T - start, valid)
-    inner, outer, stop = key_blocks(first, last, valid, BN)
+    first, last = visible_key_range(query, T, S - T - start, valid)
+    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
     at = sequence * out_strides[0] + head * out_strides[1]
     at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
     stored = (query < T)[:, None]
     values = v + sequence * v_strides[0] + head // group * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
-    if DESCRIBED:
+    if USE_TMA:
         values = tl.make_tensor_descriptor(values, [valid, DV], [v_strides[2], 1], [BN, DH])
     for own in tl.range(0, MAPS, num_stages=1):
         q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
         q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
         k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
         k += tl.cast(start, tl.int64) * k_strides[2]
-        if DESCRIBED:
+        if USE_TMA:
             k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
         row = (pair * MAPS + own).to(tl.int64) * T + query
         largest = tl.load(top + row, mask=query < T, other=0.0)
@@ -156,12 +168,12 @@ def attend_rounded(
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], inner, outer,
             first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
-            False, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
+            False, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, USE_TMA, D, DH, HALVES, BN,
         )  # fmt: skip
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], outer, stop,
             first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
-            True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, DESCRIBED, D, DH, HALVES, BN,
+            True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, USE_TMA, D, DH, HALVES, BN,
         )  # fmt: skip
         if SHIFT:
             tl.store(clipped + row, below, mask=query < T)
@@ -170,14 +182,14 @@ def attend_rounded(
         y = tl.where((last > 0)[:, None], y * (1 / tl.where(total == 0, 1.0, total))[:, None], 0.0)
         if own + 1 < MAPS:
             # In fp16 whatever the output's dtype, since bfloat16 would lose precision of the difference.
-            tl.store(parked + at, to_float16(y), mask=stored)
+            tl.store(noise_rows + at, to_float16(y), mask=stored)
             # A thread may read what another one stored.
             tl.debug_barrier()
         else:
             if MAPS == 2:
                 second = sequence * lam_strides[0] + head * lam_strides[1] + query.to(tl.int64) * lam_strides[2]
                 second = tl.load(lam + second, mask=query < T, other=0.0)
-                y = tl.load(parked + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
+                y = tl.load(noise_rows + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
             if NORM:
                 y = pair_norm(y, weight, eps, factor, DV)
             tl.store(out + at, y.to(out.dtype.element_ty), mask=stored)
@@ -189,13 +201,13 @@ def _attend_among(
     largest, step, inverse, code, log2e, levels, weight_step,
     MASKED: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr,
     FULL_SUM: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     D: tl.constexpr, DH: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     unit = (step * log2e)[:, None]
     floor = (-(levels + 0.5) * step)[:, None]
     for n in tl.range(begin, stop, BN):
-        rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
+        rows = load_rows(k, n, 0, valid, k_stride, BN, D, USE_TMA, MASKED)
         logits = _apply_steps(tl.dot(q, rows.T), k_steps, n, BN) * scale
         if SHIFT or not LOGITS:
             logits -= largest[:, None]
@@ -220,17 +232,17 @@ def _attend_among(
             # Codes are exact in float16 and bfloat16, so they are multiplied; their scale cancels with the sum's.
             p = _quotient(p, weight_step, tl.div_rn(1.0, weight_step))
         if FULL_SUM:
-            total += tl.sum(p, 1) * inverse_unit(BLOCKS) if WEIGHTS == "blocks" else tl.sum(p, 1)
+            total += tl.sum(p, 1) * compute_inverse_unit(BLOCKS) if WEIGHTS == "blocks" else tl.sum(p, 1)
         if WEIGHTS == "int":
             p = (p + _ROUND) - _ROUND
         elif WEIGHTS == "e4m3":
-            p = to_float(p, 3, -6)
+            p = round_to_float(p, 3, -6)
         elif WEIGHTS == "blocks":
             p = round_in_blocks(p, BLOCKS, TOP_EXPONENT)
         if not FULL_SUM:
             total += tl.sum(p, 1)
         p = p.to(q.dtype)
-        left = tl.dot(p, load_rows(values, n, 0, valid, v_stride, BN, DH, DESCRIBED, MASKED), left)
+        left = tl.dot(p, load_rows(values, n, 0, valid, v_stride, BN, DH, USE_TMA, MASKED), left)
         if HALVES == 2:
-            right = tl.dot(p, load_rows(values, n, DH, valid, v_stride, BN, DH, DESCRIBED, MASKED), right)
+            right = tl.dot(p, load_rows(values, n, DH, valid, v_stride, BN, DH, USE_TMA, MASKED), right)
     return left, right, total, below

@@ -12,22 +12,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diffquant.kernels.attention.specialized import (
     LOWEST,
-    key_steps,
+    count_key_steps,
+    is_noise_map,
     load_tiles,
     new_barriers,
-    park,
+    store_noise_rows,
     store_rows,
-    subtract_parked,
-    valid_keys,
-    waits_for_signal,
+    subtract_noise_rows,
+    valid_range,
 )
-from diffquant.kernels.attention.specialized_blocks import attend_blocks, row_codes
+from diffquant.kernels.attention.specialized_blocks import attend_blocks, load_row_scales
 
 
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @gluon.jit(do_not_specialize=["T", "S"])
 def attend_specialized(
-    q1, q2, k1, k2, v, lam, starts, ends, weight, top, steps_of_codes, clipped, out, parked,
+    q1, q2, k1, k2, v, lam, starts, ends, weight, top, steps_of_codes, clipped, out, noise_rows,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, T, S, scale, log2e, levels, eps, factor,
     ROUNDED: gl.constexpr, SHIFT: gl.constexpr, NORM: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr,
@@ -46,9 +46,9 @@ def attend_specialized(
     pair = gl.program_id(0) // tiles % pairs
     query = (tiles - 1 - gl.program_id(0) % tiles) * QUERIES
     sequence = (gl.program_id(0) // tiles // pairs).to(gl.int64)
-    start, valid = valid_keys(starts, ends, sequence, S)
+    start, valid = valid_range(starts, ends, sequence, S)
     position = query + S - T - start
-    whole, steps = key_steps(position, gl.minimum(QUERIES, T - query), valid, BN)
+    whole, steps = count_key_steps(position, gl.minimum(QUERIES, T - query), valid, BN)
 
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], HALF_TYPE)
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], HALF_TYPE)
@@ -84,7 +84,7 @@ def attend_specialized(
     # Rows of the pair's first map precede those of its second.
     rows_at = (gl.program_id(0) // tiles).to(gl.int64) * MAPS * PACK * T
     _attend_tile(
-        (lam, weight, top, steps_of_codes, clipped, out + out_at, parked + out_at),
+        (lam, weight, top, steps_of_codes, clipped, out + out_at, noise_rows + out_at),
         (lam_stride, out_strides[2], rows_at, T, query, position, T, valid, whole, steps, 0),
         (scale, log2e, levels, eps, factor), buffers,
         (q_sources, k_sources, v_source, q_rows, (0, 0, 0, 0), (0, 0)),
@@ -94,7 +94,7 @@ def attend_specialized(
 
 @gluon.jit(do_not_specialize=["T", "S"])
 def attend_fp8_specialized(
-    q8, k8, v8, q_scale, k_scale, v_scale, lam, starts, ends, weight, out, parked, lam_strides, out_strides,
+    q8, k8, v8, q_scale, k_scale, v_scale, lam, starts, ends, weight, out, noise_rows, lam_strides, out_strides,
     heads, group, T, S, rows, padded, eps, factor,
     NORM: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr,
@@ -112,9 +112,9 @@ def attend_fp8_specialized(
     sequence = (pair // heads).to(gl.int64)
     head = pair % heads
     kv = pair // heads * (heads // group) + head // group
-    start, valid = valid_keys(starts, ends, sequence, S)
+    start, valid = valid_range(starts, ends, sequence, S)
     position = query + S - T - start
-    whole, steps = key_steps(position, gl.minimum(QUERIES, T - query), valid, BN)
+    whole, steps = count_key_steps(position, gl.minimum(QUERIES, T - query), valid, BN)
 
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], gl.int8)
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], gl.int8)
@@ -145,7 +145,10 @@ def attend_fp8_specialized(
         lam += sequence * lam_strides[0] + head.to(gl.int64) * lam_strides[1]
         lam_stride = lam_strides[2]
     _attend_tile(
-        (lam, weight, q_scale, k_scale + kv * MAPS * (padded // BN), v_scale + kv * DV, out + out_at, parked + out_at),
+        (
+            lam, weight, q_scale, k_scale + kv * MAPS * (padded // BN), v_scale + kv * DV, out + out_at,
+            noise_rows + out_at,
+        ),
         (lam_stride, out_strides[2], q_row, rows, query, position, T, valid, whole, steps, padded // BN),
         (1.0, 0.0, 0.0, eps, factor), buffers,
         ((q_source, q_source, q_source, q_source), (k_source, k_source), v_source, q_rows, q_columns,
@@ -195,7 +198,7 @@ def _attend(
     `tensors[2:5]` are the scales of Q, K and V in 8 bits, or the largest logits, the scales and the counts of clipped
     logits. `sizes` includes the index of the pair's first row and the number of rows per map.
     """
-    lam, weight, first_scale, second_scale, third, out, parked = tensors
+    lam, weight, first_scale, second_scale, third, out, noise_rows = tensors
     lam_stride, out_stride, rows_at, map_rows, query, position, T, valid, whole, steps, key_blocks = sizes
     scale, log2e, levels, eps, factor = numbers
     ROUNDED: gl.constexpr = KIND[0]
@@ -225,7 +228,7 @@ def _attend(
     for own in range(MAPS):
         row_at = rows_at + (HALF if PACK == 2 else MAPS - 1 - own) * map_rows + query + slot
         if ROUNDED:
-            rows = row_codes(first_scale, second_scale, row_at, inside, SHIFT, ROWS)
+            rows = load_row_scales(first_scale, second_scale, row_at, inside, SHIFT, ROWS)
         elif CODES:
             # Queries of maps that share keys are adjacent rows.
             q_at = rows_at + (query + slot) * 2 + HALF if PACK == 2 else row_at
@@ -254,9 +257,9 @@ def _attend(
             if CODES:
                 value *= gl.load(third + i * DH + column)[None, :]
             values += (value,)
-        if waits_for_signal(own, T, HALF, MAPS, PACK):
+        if is_noise_map(own, T, HALF, MAPS, PACK):
             for i in gl.static_range(PARTS):
-                park(values[i], parked + i * DH + places, kept)
+                store_noise_rows(values[i], noise_rows + i * DH + places, kept)
         else:
             if PACK == 2:
                 # The other warpgroup computed the noise map.
@@ -268,7 +271,7 @@ def _attend(
             for i in gl.static_range(PARTS):
                 value = values[i]
                 if MAPS * PACK == 2:
-                    value = subtract_parked(value, parked + i * DH + places, kept, second)
+                    value = subtract_noise_rows(value, noise_rows + i * DH + places, kept, second)
                 squares += gl.sum(value * value, 1)
                 differences += (value,)
             for i in gl.static_range(PARTS):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @triton.jit
-def seen_by(query, queries, offset, valid):
+def visible_key_range(query, queries, offset, valid):
     """Return the range of keys that each query sees, `first` and exclusive `last`; both are 0 if it sees none.
 
     `query` are indices below `queries`, `offset` is the position of query 0 among the keys, and `valid` is the number
@@ -29,7 +29,7 @@ def seen_by(query, queries, offset, valid):
 
 
 @triton.jit
-def key_blocks(first, last, valid, BN: tl.constexpr):
+def masked_key_bounds(first, last, valid, BN: tl.constexpr):
     """Return three bounds of the keys of a tile whose rows see the keys from `first` to exclusive `last`.
 
     All rows see the keys in [inner, outer), so these need no mask; those in [outer, stop) need one. `inner` and `outer`
@@ -53,7 +53,7 @@ _FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
-def at(strides, sequence, head, position):
+def tensor_offset(strides, sequence, head, position):
     """Return the int64 offset of a sequence, head and position in a tensor whose axes have these strides."""
     return (
         tl.cast(sequence, tl.int64) * strides[0]
@@ -75,7 +75,7 @@ def valid_range(Starts, Ends, sequence, length):
 
 
 @triton.jit
-def key_spans(first, last, keys, STEP: tl.constexpr):
+def causal_key_bounds(first, last, keys, STEP: tl.constexpr):
     """Return the key ranges of a tile whose rows are at positions `first` to `last`.
 
     Returns:
@@ -88,13 +88,13 @@ def key_spans(first, last, keys, STEP: tl.constexpr):
 @triton.jit
 def load_rows(
     source, first, column, bound, stride,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, EDGE: tl.constexpr,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Load a tile [STEP, WIDTH] that begins at row `first` and a column; rows from `bound` on are 0.
 
-    `source` is a TMA descriptor if DESCRIBED, else a pointer. A pointer's rows are compared with `bound` only if EDGE.
+    `source` is a TMA descriptor if USE_TMA, else a pointer. A pointer's rows are compared with `bound` only if EDGE.
     """
-    if DESCRIBED:
+    if USE_TMA:
         rows = source.load([first, column])
     else:
         row = tl.arange(0, STEP)
@@ -107,7 +107,7 @@ def load_rows(
 @triton.jit
 def attend_keys(
     left, right, largest, total, q, K, V, k_stride, v_stride, begin, end, position, keys, scale,
-    EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
+    EDGE: tl.constexpr, USE_TMA: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Continue an online softmax over keys `begin` to `end`; return the updated accumulators, maxima and sums.
@@ -120,7 +120,7 @@ def attend_keys(
         EDGE: whether some rows do not see all of these keys, so that logits are masked.
     """
     for first in tl.range(begin, end, STEP):
-        k = load_rows(K, first, 0, keys, k_stride, STEP, WIDTH, DESCRIBED, EDGE)
+        k = load_rows(K, first, 0, keys, k_stride, STEP, WIDTH, USE_TMA, EDGE)
         logits = tl.dot(q, k.T)
         if EDGE:
             column = first + tl.arange(0, STEP)
@@ -133,10 +133,10 @@ def attend_keys(
         total = total * shrink + tl.sum(weights, 1)
         largest = raised
         weights = weights.to(q.dtype)
-        v = load_rows(V, first, 0, keys, v_stride, STEP, PART, DESCRIBED, EDGE)
+        v = load_rows(V, first, 0, keys, v_stride, STEP, PART, USE_TMA, EDGE)
         left = tl.dot(weights, v, left * shrink[:, None])
         if PARTS == 2:
-            v = load_rows(V, first, PART, keys, v_stride, STEP, PART, DESCRIBED, EDGE)
+            v = load_rows(V, first, PART, keys, v_stride, STEP, PART, USE_TMA, EDGE)
             right = tl.dot(weights, v, right * shrink[:, None])
     return left, right, largest, total
 
@@ -144,7 +144,7 @@ def attend_keys(
 @triton.jit
 def attend_tile(
     q, K, V, k_stride, v_stride, first, last, position, keys, scale,
-    DESCRIBED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q·Kᵀ·scale)·V of one tile, float32 [rows, PART · PARTS]; rows without visible keys get 0.
@@ -158,15 +158,15 @@ def attend_tile(
     right = tl.zeros([rows, PART], tl.float32)
     largest = tl.full([rows], LOWEST, tl.float32)
     total = tl.zeros([rows], tl.float32)
-    inner_end, end = key_spans(first, last, keys, STEP)
+    inner_end, end = causal_key_bounds(first, last, keys, STEP)
     # Most keys are in this range; masking them would take a third more instructions.
     left, right, largest, total = attend_keys(
         left, right, largest, total, q, K, V, k_stride, v_stride, 0, inner_end, position,
-        keys, scale, False, DESCRIBED, STEP, WIDTH, PART, PARTS,
+        keys, scale, False, USE_TMA, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
     left, right, largest, total = attend_keys(
         left, right, largest, total, q, K, V, k_stride, v_stride, inner_end, end, position,
-        keys, scale, True, DESCRIBED, STEP, WIDTH, PART, PARTS,
+        keys, scale, True, USE_TMA, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
     # A query beyond the valid range is padding.
     blind = (total == 0) | (position >= keys)

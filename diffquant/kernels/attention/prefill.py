@@ -22,11 +22,11 @@ from diffquant.family.call import AttentionCall
 from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
 from diffquant.kernels.attention.online import (
     allow_descriptors,
-    at,
     attend_tile,
     load_rows,
     pair_norm,
     supports_tma,
+    tensor_offset,
     to_float16,
     valid_range,
 )
@@ -40,7 +40,7 @@ def prefill_v1(
     Q1, Q2, K1, K2, V, Lam, Out, Parked, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, scale, eps, factor,
-    NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    NORM: tl.constexpr, USE_TMA: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the output [B, h, T, dv] of q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv] and λ [B, h, T].
@@ -60,23 +60,23 @@ def prefill_v1(
     last = tl.minimum(top + ROWS, queries) - 1 + offset
 
     kv_pair = pair // group
-    lam = tl.load(Lam + at(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
-    places = at(out_strides, sequence, pair, top)
+    lam = tl.load(Lam + tensor_offset(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
+    places = tensor_offset(out_strides, sequence, pair, top)
     places += tl.arange(0, ROWS)[:, None] * out_strides[2] + tl.arange(0, VALUE_WIDTH)[None, :]
     inside = (row < queries)[:, None]
 
-    values = V + at(v_strides, sequence, kv_pair, start)
-    if DESCRIBED:
+    values = V + tensor_offset(v_strides, sequence, kv_pair, start)
+    if USE_TMA:
         values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     for is_signal in tl.range(0, 2, num_stages=1):
-        k = (K1 if is_signal else K2) + at(k_strides, sequence, kv_pair, start)
-        if DESCRIBED:
+        k = (K1 if is_signal else K2) + tensor_offset(k_strides, sequence, kv_pair, start)
+        if USE_TMA:
             k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
-        q = (Q1 if is_signal else Q2) + at(q_strides, sequence, pair, top)
+        q = (Q1 if is_signal else Q2) + tensor_offset(q_strides, sequence, pair, top)
         q = load_rows(q, 0, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
         out = attend_tile(
             q, k, values, k_strides[2], v_strides[2], top + offset, last, position, valid, scale,
-            DESCRIBED, STEP, WIDTH, PART, PARTS,
+            USE_TMA, STEP, WIDTH, PART, PARTS,
         )  # fmt: skip
         if is_signal:
             # A thread may read what another one stored.
@@ -96,7 +96,7 @@ def prefill_v2(
     Q1, Q2, K, V, Lam, Out, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, scale, eps, factor,
-    NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    NORM: tl.constexpr, USE_TMA: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the output as in `prefill_v1` if both maps share K [B, h_kv, S, d]; ROWS / 2 queries fill a tile."""
@@ -119,19 +119,19 @@ def prefill_v2(
     row = top + query
 
     kv_pair = pair // group
-    spot = at(q_strides, sequence, pair, row)[:, None] + tl.arange(0, WIDTH)[None, :]
+    spot = tensor_offset(q_strides, sequence, pair, row)[:, None] + tl.arange(0, WIDTH)[None, :]
     noise = tl.load(Q2 + spot, mask=((row < queries) & is_noise)[:, None], other=0.0)
     # No arithmetic between load and product: it would keep q in registers that the accumulator needs.
     q = tl.load(Q1 + spot, mask=((row < queries) & ~is_noise)[:, None], other=noise)
 
-    k = K + at(k_strides, sequence, kv_pair, start)
-    values = V + at(v_strides, sequence, kv_pair, start)
-    if DESCRIBED:
+    k = K + tensor_offset(k_strides, sequence, kv_pair, start)
+    values = V + tensor_offset(v_strides, sequence, kv_pair, start)
+    if USE_TMA:
         k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
         values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     both = attend_tile(
         q, k, values, k_strides[2], v_strides[2], top + offset, last, row + offset, valid, scale,
-        DESCRIBED, STEP, WIDTH, PART, PARTS,
+        USE_TMA, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
 
     both = both.reshape(ROWS // 16, 2, 8, VALUE_WIDTH).permute(0, 2, 3, 1)
@@ -139,11 +139,11 @@ def prefill_v2(
     signal = signal.reshape(held, VALUE_WIDTH)
     noise = noise.reshape(held, VALUE_WIDTH)
     row = top + tl.arange(0, held)
-    lam = tl.load(Lam + at(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
+    lam = tl.load(Lam + tensor_offset(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
     out = signal - lam[:, None] * noise
     if NORM:
         out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
-    places = Out + at(out_strides, sequence, pair, top)
+    places = Out + tensor_offset(out_strides, sequence, pair, top)
     places += tl.arange(0, held)[:, None] * out_strides[2] + tl.arange(0, VALUE_WIDTH)[None, :]
     tl.store(places, out.to(Out.dtype.element_ty), mask=(row < queries)[:, None])
 
@@ -196,14 +196,14 @@ def _launch(x: Operands) -> Tensor:
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)
     # V1's noise map is stored in the output's memory.
-    parked = (out.view(torch.float16),) if has_own_keys else ()
+    noise_rows = (out.view(torch.float16),) if has_own_keys else ()
     per_tile = tile["queries"] if has_own_keys else tile["queries"] // 2
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](
-            *x.q, *x.k, v, lam, out, *parked, x.starts, x.ends, x.weight,
+            *x.q, *x.k, v, lam, out, *noise_rows, x.starts, x.ends, x.weight,
             x.q[0].stride()[:3], x.k[0].stride()[:3], v.stride()[:3], lam.stride()[:3], out.stride()[:3],
             pairs, pairs // kv_pairs, queries, keys, x.scale * log2(e), x.eps, x.factor,
-            NORM=x.normed, DESCRIBED=described,
+            NORM=x.normed, USE_TMA=described,
             ROWS=tile["queries"], STEP=tile["keys"], WIDTH=width, PART=part, PARTS=value_width // part,
             num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=True,
         )  # fmt: skip

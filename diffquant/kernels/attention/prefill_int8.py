@@ -19,16 +19,16 @@ from diffquant.kernels.arguments import Operands, call_refusal, register_operato
 from diffquant.kernels.attention.online import (
     LOWEST,
     allow_descriptors,
-    key_blocks,
     load_rows,
+    masked_key_bounds,
     pair_norm,
-    seen_by,
     supports_tma,
     to_float16,
     valid_range,
+    visible_key_range,
 )
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv, swizzle
-from diffquant.kernels.configs import attention_tile, choose_config
+from diffquant.kernels.configs import choose_config, make_attention_config
 from diffquant.kernels.gpu import device_class, fp8_refusal
 
 # log2(448): softmax weights are multiplied by 448, e4m3's largest number, to use its whole range.
@@ -38,10 +38,10 @@ _E4M3_TOP = tl.constexpr(8.807354922057604)
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @triton.jit(do_not_specialize=["T", "S"])
 def attend_int8(
-    q8, k8, v, q_scale, k_scale, v_scale, lam, starts, ends, weight, out, parked, v_strides, lam_strides, out_strides,
-    heads, group, T, S, rows, padded, eps, factor,
+    q8, k8, v, q_scale, k_scale, v_scale, lam, starts, ends, weight, out, noise_rows,
+    v_strides, lam_strides, out_strides, heads, group, T, S, rows, padded, eps, factor,
     NORM: tl.constexpr, MAPS: tl.constexpr, PACK: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, USE_TMA: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile of BM rows of one pair.
@@ -55,12 +55,12 @@ def attend_int8(
     sequence, head = (pair // heads).to(tl.int64), pair % heads
     kv = pair // heads * (heads // group) + head // group
     start, valid = valid_range(starts, ends, sequence, S)
-    first, last = seen_by((tile * BM + tl.arange(0, BM)) // PACK, T, S - T - start, valid)
-    inner, outer, stop = key_blocks(first, last, valid, BN)
+    first, last = visible_key_range((tile * BM + tl.arange(0, BM)) // PACK, T, S - T - start, valid)
+    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
     # A wide V is processed in two halves. e4m3 products are added to the accumulator outside the tensor cores, whose
     # additions keep only about 14 bits, and only one half's products fit in registers at a time. On Ampere, products
     # wider than the number of rows would distribute warps over columns.
-    HALVES: tl.constexpr = 2 if DV == 256 and (FP8 or not DESCRIBED) else 1
+    HALVES: tl.constexpr = 2 if DV == 256 and (FP8 or not USE_TMA) else 1
     DH: tl.constexpr = DV // HALVES
     query, value = tile * (BM // PACK) + tl.arange(0, BM // PACK), tl.arange(0, DV)
     at = sequence * out_strides[0] + head.to(tl.int64) * out_strides[1]
@@ -74,14 +74,14 @@ def attend_int8(
     else:
         v_at = tl.cast(start, tl.int64) * v_strides[2]
         v += sequence * v_strides[0] + (head // group).to(tl.int64) * v_strides[1] + v_at
-        if DESCRIBED:
+        if USE_TMA:
             v = tl.make_tensor_descriptor(v, [valid, DV], [v_strides[2], 1], [BN, DH])
 
     for own in tl.range(0, MAPS, num_stages=1):
         q_row = (pair * MAPS + own).to(tl.int64) * rows + tile * BM
         k_row = (kv * MAPS + own).to(tl.int64) * padded
         row = tl.arange(0, BM)
-        if DESCRIBED:
+        if USE_TMA:
             q = q8.load([q_row.to(tl.int32), 0])
         else:
             q = tl.load(q8 + (q_row + row)[:, None] * D + tl.arange(0, D)[None, :])
@@ -93,11 +93,11 @@ def attend_int8(
         high = tl.zeros([BM, DH], tl.float32)
         low, high, top, total = _attend_keys(
             q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, inner, outer,
-            first, last, valid, padded, False, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
+            first, last, valid, padded, False, D, DV, DH, HALVES, FP8, USE_TMA, PINNED, BM, BN,
         )  # fmt: skip
         low, high, top, total = _attend_keys(
             q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, outer, stop,
-            first, last, valid, padded, True, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
+            first, last, valid, padded, True, D, DV, DH, HALVES, FP8, USE_TMA, PINNED, BM, BN,
         )  # fmt: skip
         part = tl.where(last > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)
         y = tl.join(low, high).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else low
@@ -110,13 +110,13 @@ def attend_int8(
             y *= part[:, None]
         if own + 1 < MAPS:
             # In fp16 whatever the output's dtype; in units of e4m3 codes nothing overflows.
-            tl.store(parked + at, to_float16(y), mask=stored)
+            tl.store(noise_rows + at, to_float16(y), mask=stored)
             # A thread may read what another one stored.
             tl.debug_barrier()
         else:
             if MAPS == 2:
                 second = tl.load(lam + lam_at, mask=query < T, other=0.0)
-                y = tl.load(parked + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
+                y = tl.load(noise_rows + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
             if FP8:
                 y *= tl.load(v_scale + kv * DV + value)[None, :]
             if NORM:
@@ -128,13 +128,13 @@ def attend_int8(
 def _attend_keys(
     q, row_scale, k8, k_row, scales, v, v_at, v_row, v_stride, low, high, top, total, begin, stop,
     first, last, valid, padded, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DH: tl.constexpr,
-    HALVES: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
+    HALVES: tl.constexpr, FP8: tl.constexpr, USE_TMA: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Continue an online softmax over the keys in [begin, stop); return the updated accumulators, maxima and sums."""
     TOP: tl.constexpr = _E4M3_TOP if FP8 else 0.0
     for n in tl.range(begin, stop, BN):
-        if DESCRIBED:
+        if USE_TMA:
             k = k8.load([(k_row + n).to(tl.int32), 0])
         else:
             k = tl.load(k8 + (k_row + n + tl.arange(0, BN))[:, None] * D + tl.arange(0, D)[None, :])
@@ -154,26 +154,26 @@ def _attend_keys(
         top = risen
         if FP8:
             codes = swizzle(p.to(tl.float8e4nv), BM, BN)
-            low = low * shrunk[:, None] + tl.dot(codes, _values(v, v_at, v_row, n, padded, DESCRIBED, DH, BN))
+            low = low * shrunk[:, None] + tl.dot(codes, _values(v, v_at, v_row, n, padded, USE_TMA, DH, BN))
             if HALVES == 2:
                 if PINNED:
                     low = _pin(low)
-                upper = _values(v, v_at + DH * padded, v_row + DH, n, padded, DESCRIBED, DH, BN)
+                upper = _values(v, v_at + DH * padded, v_row + DH, n, padded, USE_TMA, DH, BN)
                 high = high * shrunk[:, None] + tl.dot(codes, upper)
         else:
-            values = load_rows(v, n, 0, valid, v_stride, BN, DH, DESCRIBED, MASKED)
+            values = load_rows(v, n, 0, valid, v_stride, BN, DH, USE_TMA, MASKED)
             weights = p.to(values.dtype)
             low = tl.dot(weights, values, low * shrunk[:, None])
             if HALVES == 2:
-                values = load_rows(v, n, DH, valid, v_stride, BN, DH, DESCRIBED, MASKED)
+                values = load_rows(v, n, DH, valid, v_stride, BN, DH, USE_TMA, MASKED)
                 high = tl.dot(weights, values, high * shrunk[:, None])
     return low, high, top, total
 
 
 @triton.jit
-def _values(v8, at, row, n, padded, DESCRIBED: tl.constexpr, DH: tl.constexpr, BN: tl.constexpr):
+def _values(v8, at, row, n, padded, USE_TMA: tl.constexpr, DH: tl.constexpr, BN: tl.constexpr):
     """Load codes of V in e4m3, [BN, DH]."""
-    if DESCRIBED:
+    if USE_TMA:
         values = v8.load([row, n]).T
     else:
         channel, key = tl.arange(0, DH), n + tl.arange(0, BN)
@@ -189,10 +189,10 @@ def _pin(x):
 
 # Softmax dominates the time of 8-bit attention, and 128 keys per step rescale half as often as 64.
 TILES = {
-    "prefill_int8/sm_90/64": attention_tile(128, 128, 8, 2),
-    "prefill_int8/sm_90/128": attention_tile(128, 128, 8, 2),
-    "prefill_int8/sm_80/64": attention_tile(128, 64, 8, 2),
-    "prefill_int8/sm_80/128": attention_tile(128, 64, 8, 2),
+    "prefill_int8/sm_90/64": make_attention_config(128, 128, 8, 2),
+    "prefill_int8/sm_90/128": make_attention_config(128, 128, 8, 2),
+    "prefill_int8/sm_80/64": make_attention_config(128, 64, 8, 2),
+    "prefill_int8/sm_80/128": make_attention_config(128, 64, 8, 2),
 }
 PV_TYPES = ("fp16", "fp8")
 
@@ -254,7 +254,7 @@ def _launch(x: Operands, pv: str) -> Tensor:
             out, out.view(torch.float16), v.stride()[:3], None if lam is None else lam.stride()[:3], out.stride()[:3],
             heads, heads // kv_heads, length, keys, q8.shape[3], k8.shape[3], x.eps, x.factor,
             NORM=x.normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width, FP8=pv == "fp8",
-            DESCRIBED=described, PINNED=described and not triton.knobs.runtime.interpret,
+            USE_TMA=described, PINNED=described and not triton.knobs.runtime.interpret,
             BM=tile["queries"], BN=tile["keys"],
             num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=True,
         )  # fmt: skip

@@ -14,21 +14,21 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.arguments import Operands, call_refusal, register_operator, widths_refusal
-from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
+from diffquant.kernels.attention.attend_rounded import attend_rounded, compute_logit_extremes
 from diffquant.kernels.attention.online import allow_descriptors, supports_tma
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
-from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, operands_refusal, quantize_rows
-from diffquant.kernels.configs import attention_tile, choose_config
+from diffquant.kernels.attention.round_operands import BLOCK_FORMATS, operands_refusal, quantize_per_token
+from diffquant.kernels.configs import choose_config, make_attention_config
 from diffquant.kernels.gpu import device_class
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
 
 TILES = {
-    "simulated/sm_90/64": attention_tile(128, 128, 8, 2),
-    "simulated/sm_90/128": attention_tile(128, 64, 8, 2),
-    "simulated/sm_80/64": attention_tile(128, 64, 8, 2),
-    "simulated/sm_80/128": attention_tile(128, 32, 8, 2),
+    "simulated/sm_90/64": make_attention_config(128, 128, 8, 2),
+    "simulated/sm_90/128": make_attention_config(128, 64, 8, 2),
+    "simulated/sm_80/64": make_attention_config(128, 64, 8, 2),
+    "simulated/sm_80/128": make_attention_config(128, 32, 8, 2),
 }
 GRANULARITIES = ("tensor", "head", "pair", "row")
 
@@ -53,14 +53,14 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
     if reason := prefill_simulated_refusal(call, specialized):
         raise UsageError(f"simulated logits: {reason}")
     scheme, weights, qk = call.logits, *(str(x) if x.quantizes else "" for x in (call.p, call.qk))
-    shift = scheme.has("shift")
+    shift = scheme.has_transform("shift")
     out: Tensor
     out, largest, clipped = _operator(call, scheme.bits, scheme.granularity, shift, weights, qk, specialized)
-    call.count()
+    call.record_in_meter()
     if call.meter is not None and scheme.quantizes:
-        call.meter.count(_visible_entries(call) * call.pairs * call.maps, clipped.sum())
+        call.meter.add_counts(_visible_entries(call) * call.pairs * call.maps, clipped.sum())
         for magnitudes in largest.expand(-1, -1, call.maps, -1).unbind(2):
-            scales = logit_format(scheme.format, shift).scale_of(magnitudes)
+            scales = logit_format(scheme.format, shift).scale_for_largest(magnitudes)
             call.meter.record_scales(scales, magnitudes)
     return out
 
@@ -70,7 +70,7 @@ def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) ->
     scheme = call.logits
     if specialized and (reason := specialized_refusal(call.v.device)):
         return reason
-    if not call.rounds_maps:
+    if not call.has_quantized_maps:
         return "the call quantizes nothing; use a kernel without simulation"
     if call.p.quantizes and (reason := _weights_refusal(call, specialized)):
         return f"softmax weights at {call.p}: {reason}"
@@ -97,10 +97,10 @@ def _weights_refusal(call: AttentionCall, specialized: bool) -> str | None:
     if others := [each.name for each in scheme.transforms if each.name not in ("pow2", "fullsum")]:
         return f"{others[0]} is not supported; the kernel supports pow2 and fullsum"
     if (known := BLOCK_FORMATS.get(scheme.format.name)) is not None:
-        if scheme.size != known[0]:
-            return f"blocks of {scheme.size} keys are not supported; the kernel supports {known[0]}"
+        if scheme.granularity_size != known[0]:
+            return f"blocks of {scheme.granularity_size} keys are not supported; the kernel supports {known[0]}"
         # The scheme counts blocks of keys from position 0, the kernel from a sequence's first valid key.
-        return None if (call.mask.ranges or (None,))[0] is None else "the kernel does not support padding"
+        return None if (call.mask.valid_ranges or (None,))[0] is None else "the kernel does not support padding"
     if scheme.granularity != "row":
         return f"one scale per {scheme.granularity} is not supported; the kernel supports row"
     return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
@@ -143,14 +143,16 @@ def _launch(
         "LOGITS": bits < 16,
         "WEIGHTS": _kind_of(scheme),
         "BLOCKS": BLOCK_FORMATS.get(scheme.format.name),
-        "FULL_SUM": scheme.has("fullsum"),
+        "FULL_SUM": scheme.has_transform("fullsum"),
     }
-    weight_step = float(softmax_weight_scale(scheme.format, scheme.has("pow2"))) if scheme.granularity == "row" else 1.0
+    weight_step = (
+        float(softmax_weight_scale(scheme.format, scheme.has_transform("pow2"))) if scheme.granularity == "row" else 1.0
+    )
     k, k_maps = x.k, len(x.k)
     q_steps = k_steps = None
     if qk:
         with torch.cuda.device_of(v):
-            (q, q_steps), (k, k_steps) = (quantize_rows(rows, Scheme.parse(qk)) for rows in (q, k))
+            (q, q_steps), (k, k_steps) = (quantize_per_token(rows, Scheme.parse(qk)) for rows in (q, k))
     k = k * (maps // k_maps)
     device_kind = device_class(v.device)
     described = device_kind == "sm_90"
@@ -162,15 +164,15 @@ def _launch(
     with torch.cuda.device_of(v):
         if described:
             allow_descriptors()
-        extremes[(triton.cdiv(length, tile["queries"]) * batch * heads * maps,)](
+        compute_logit_extremes[(triton.cdiv(length, tile["queries"]) * batch * heads * maps,)](
             q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, x.starts, x.ends, top, bottom,
             q[0].stride()[:3], k[0].stride()[:3], *lengths, x.scale,
-            MAPS=maps, DESCRIBED=described, D=width, BM=tile["queries"], BN=tile["keys"],
+            MAPS=maps, USE_TMA=described, D=width, BM=tile["queries"], BN=tile["keys"],
             num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=False,
         )  # fmt: skip
         largest = _largest_of_shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
         rounding = logit_format(format_named(str(bits)), shift)
-        scales = rounding.scale_of(largest) if rounding.quantizes else torch.ones_like(largest)
+        scales = rounding.scale_for_largest(largest) if rounding.quantizes else torch.ones_like(largest)
         scales = scales.expand(batch, heads, maps, length).contiguous()
         if described:
             allow_descriptors()
@@ -178,18 +180,19 @@ def _launch(
             q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
             None if lam is None else lam.stride()[:3], out.stride()[:3],
         )  # fmt: skip
-        parked = out.view(torch.float16)
+        noise_rows = out.view(torch.float16)
         # No fused multiply-add: values at the border between two codes depend on products being rounded to float32.
         if specialized:
             launch_specialized(
-                q, k, v, (lam, x.starts, x.ends, x.weight, top, scales, clipped, out, parked, *strides),
+                q, k, v, (lam, x.starts, x.ends, x.weight, top, scales, clipped, out, noise_rows, *strides),
                 (x.scale, log2(e), 2.0**bits - 1, x.eps, x.factor), rounded=True, shift=shift, normed=x.normed,
             )  # fmt: skip
         else:
             attend_rounded[(triton.cdiv(length, tile["queries"]) * batch * heads,)](
                 q[0], q[-1], k[0], k[-1], q_steps, k_steps, k_maps, v, lam, x.starts, x.ends, x.weight, top, scales,
-                out, parked, clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
-                MAPS=maps, **of_weights, SHIFT=shift, NORM=x.normed, DESCRIBED=described,
+                out, noise_rows, clipped, *strides, *lengths,
+                x.scale, log2(e), 2**bits - 1, weight_step, x.eps, x.factor,
+                MAPS=maps, **of_weights, SHIFT=shift, NORM=x.normed, USE_TMA=described,
                 D=width, DV=value_width,
                 HALVES=2 if value_width > tile["queries"] and not described else 1, BM=tile["queries"], BN=tile["keys"],
                 num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=False,
@@ -220,10 +223,10 @@ def _largest_of_shared(rows: Tensor, granularity: str) -> Tensor:
 
 def _visible_entries(call: AttentionCall) -> Tensor:
     """Count the visible logits of one head and map, summed over the batch, on the call's device."""
-    starts, ends = call.mask.ranges or (None, None)
+    starts, ends = call.mask.valid_ranges or (None, None)
     batch, device = call.v.shape[0], call.v.device
-    position = torch.arange(call.keys - call.length, call.keys, device=device)
+    position = torch.arange(call.key_count - call.query_count, call.key_count, device=device)
     start = torch.zeros(batch, 1, dtype=torch.long, device=device) if starts is None else starts[:, None]
-    end = torch.full_like(start, call.keys) if ends is None else ends[:, None]
+    end = torch.full_like(start, call.key_count) if ends is None else ends[:, None]
     inside = (position >= start) & (position < end)
     return torch.where(inside, position + 1 - start, 0).sum()

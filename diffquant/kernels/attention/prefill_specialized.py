@@ -122,7 +122,7 @@ def _launch(x: Operands, bits: int) -> Tensor:
     kv_heads, keys, value_width = v.shape[1:]
     lam_strides = None if lam is None else lam.stride()[:3]
     # The noise map is stored in the output's memory.
-    parked = out.view(torch.float16)
+    noise_rows = out.view(torch.float16)
     with torch.cuda.device_of(v):
         if bits == 8:
             tile = choose_config(TILES, f"prefill_fp8_specialized/sm_90/{width}x{value_width}")
@@ -133,7 +133,7 @@ def _launch(x: Operands, bits: int) -> Tensor:
             allow_descriptors()
             attend_fp8_specialized[(rows // _ROWS * batch * heads,)](
                 q8, k8, v8, q_scale, k_scale, v_scale, lam, x.starts, x.ends, x.weight,
-                out, parked, lam_strides, out.stride()[:3],
+                out, noise_rows, lam_strides, out.stride()[:3],
                 heads, heads // kv_heads, length, keys, rows, k8.shape[3], x.eps, x.factor,
                 NORM=x.normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width,
                 BN=tile["keys"], STAGES=tile["stages"], num_warps=4, enable_fp_fusion=True,
@@ -142,7 +142,7 @@ def _launch(x: Operands, bits: int) -> Tensor:
             q, k, (v,) = _describable(q), _describable(k), _describable([v])
             strides = q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3], lam_strides, out.stride()[:3]
             launch_specialized(
-                q, k, v, (lam, x.starts, x.ends, x.weight, None, None, None, out, parked, *strides),
+                q, k, v, (lam, x.starts, x.ends, x.weight, None, None, None, out, noise_rows, *strides),
                 (x.scale * log2(e), 0.0, 0.0, x.eps, x.factor), rounded=False, shift=False, normed=x.normed,
             )  # fmt: skip
     return out

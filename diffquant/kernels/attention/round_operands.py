@@ -41,7 +41,7 @@ TOP_EXPONENT = tl.constexpr(14)
 
 
 @triton.constexpr_function
-def exponent_of(number):
+def floor_log2(number):
     """Return the largest integer e with 2^e at most `number`, which is at least 1."""
     exponent = 0
     while 2.0 ** (exponent + 1) <= number:
@@ -50,13 +50,13 @@ def exponent_of(number):
 
 
 @triton.constexpr_function
-def mantissa_bits(number):
+def mantissa_as_integer(number):
     """Return the 23 mantissa bits of a number in [1, 2) as an integer, as float32 stores them."""
     return int((number - 1) * 2**23)
 
 
 @triton.jit
-def to_float(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
+def round_to_float(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
     """Round x ≥ 0 to a float with MANTISSA mantissa bits, half to even; the smallest normal number is 2^LOWEST."""
     binade = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, (127 + LOWEST) << 23)
     # Adding and subtracting 1.5·2^23 times the spacing of floats in a binade rounds to a multiple of the spacing.
@@ -65,7 +65,7 @@ def to_float(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 
 @triton.jit
-def inverse_unit(FORMAT: tl.constexpr):
+def compute_inverse_unit(FORMAT: tl.constexpr):
     """Return 1 / unit, for the unit by which `round_in_blocks` divides weights if TOP is TOP_EXPONENT."""
     return 2.0**TOP_EXPONENT if FORMAT[4] > 0 else _DIVISOR
 
@@ -83,9 +83,9 @@ def round_in_blocks(p, FORMAT: tl.constexpr, TOP: tl.constexpr):
     largest = tl.max(blocks, 2)
     if FORMAT[4] > 0:
         bits = largest.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) - exponent_of(FORMAT[3])
+        exponent = (bits >> 23) - floor_log2(FORMAT[3])
         if FORMAT[4] < 2.0:
-            exponent += ((bits & 0x7FFFFF) >= mantissa_bits(FORMAT[4])).to(tl.int32)
+            exponent += ((bits & 0x7FFFFF) >= mantissa_as_integer(FORMAT[4])).to(tl.int32)
         exponent = tl.maximum(exponent, 1)
         # Both are powers of two, so products with them are exact.
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -93,11 +93,11 @@ def round_in_blocks(p, FORMAT: tl.constexpr, TOP: tl.constexpr):
         ratio = blocks * inverse[:, :, None]
     else:
         # 448 is the largest e4m3 number, and the largest weight is 1.
-        unit = to_float(largest * 448.0, 3, -6)
+        unit = round_to_float(largest * 448.0, 3, -6)
         unit = tl.where(unit == 0, _OF_ZEROS, unit)
         inverse = 448.0 * 6.0 / unit
         ratio = blocks * inverse[:, :, None]
-    levels = tl.minimum(to_float(ratio, FORMAT[1], FORMAT[2]), FORMAT[3])
+    levels = tl.minimum(round_to_float(ratio, FORMAT[1], FORMAT[2]), FORMAT[3])
     return (levels * unit[:, :, None]).reshape(ROWS, KEYS)
 
 
@@ -118,7 +118,7 @@ def operands_refusal(scheme: Scheme) -> str | None:
     return None if scheme.format.name == "e4m3" else scheme.format.integer_refusal
 
 
-def quantize_rows(x: Sequence[Tensor], scheme: Scheme) -> tuple[list[Tensor], Tensor]:
+def quantize_per_token(x: Sequence[Tensor], scheme: Scheme) -> tuple[list[Tensor], Tensor]:
     """Quantize queries or keys with one scale per token and head.
 
     Args:
@@ -134,7 +134,7 @@ def quantize_rows(x: Sequence[Tensor], scheme: Scheme) -> tuple[list[Tensor], Te
     shape = batch, heads, len(x), tokens
     steps = torch.empty(prod(shape) + _LARGEST_TILE, device=x[0].device)[: prod(shape)].view(shape)
     for own, (each, of_each) in enumerate(zip(x, codes, strict=True)):
-        round_rows[(triton.cdiv(tokens, _TOKENS) * batch * heads,)](
+        quantize_token_tile[(triton.cdiv(tokens, _TOKENS) * batch * heads,)](
             each, of_each, steps[:, :, own], each.stride()[:3], heads, tokens, len(x) * tokens,
             FLOAT=scheme.format.name == "e4m3", BLOCKS=BLOCK_FORMATS.get(scheme.format.name),
             LARGEST=float(scheme.format.largest), D=width, ROWS=_TOKENS, num_warps=4, enable_fp_fusion=False,
@@ -143,7 +143,7 @@ def quantize_rows(x: Sequence[Tensor], scheme: Scheme) -> tuple[list[Tensor], Te
 
 
 @triton.jit(do_not_specialize=["tokens", "step_stride"])
-def round_rows(
+def quantize_token_tile(
     x, codes, steps, x_strides, heads, tokens, step_stride,
     FLOAT: tl.constexpr, BLOCKS: tl.constexpr, LARGEST: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def round_rows(
         step = tl.div_rn(tl.max(magnitudes, 1), tl.full([ROWS], LARGEST, tl.float32))
         step = tl.where(step == 0.0, 1.0, step)
         rounded = tl.div_rn(magnitudes, tl.broadcast_to(step[:, None], [ROWS, D]))
-        rounded = to_float(rounded, 3, -6) if FLOAT else (rounded + _ROUND) - _ROUND
+        rounded = round_to_float(rounded, 3, -6) if FLOAT else (rounded + _ROUND) - _ROUND
         rounded = tl.minimum(rounded, LARGEST)
     rounded = tl.where(rows < 0, -rounded, rounded)
     out = codes + (head * tokens + token)[:, None] * D + channel

@@ -75,7 +75,7 @@ def load_tiles(
 
 
 @gluon.jit
-def valid_keys(starts, ends, sequence, S):
+def valid_range(starts, ends, sequence, S):
     """Return a sequence's first valid position and its number of valid positions, clamped to the tensor."""
     start = 0
     end = S
@@ -87,7 +87,7 @@ def valid_keys(starts, ends, sequence, S):
 
 
 @gluon.jit
-def key_steps(position, queries, valid, BN: gl.constexpr):
+def count_key_steps(position, queries, valid, BN: gl.constexpr):
     """Return how many steps of BN keys all of a tile's queries see in full, and how many some query sees.
 
     The first query is at `position` among the valid keys; each query sees the keys up to its own.
@@ -97,7 +97,7 @@ def key_steps(position, queries, valid, BN: gl.constexpr):
 
 
 @gluon.jit
-def waits_for_signal(own, T, HALF: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr):
+def is_noise_map(own, T, HALF: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr):
     """Return whether a warpgroup's rows belong to a noise map, which is stored for the signal map to subtract.
 
     If maps share keys, or there is only one, the result is written as a comparison of T, which is positive: Triton 3.6
@@ -113,14 +113,14 @@ def waits_for_signal(own, T, HALF: gl.constexpr, MAPS: gl.constexpr, PACK: gl.co
 
 
 @gluon.jit
-def park(y, places, kept):
+def store_noise_rows(y, places, kept):
     """Store a noise map's rows in fp16 whatever the output's dtype; bfloat16 would lose precision of the difference."""
     floor = gl.maximum(y, -_FP16_MAX, propagate_nan=_NAN_STAYS)
     gl.store(places, gl.minimum(floor, _FP16_MAX, propagate_nan=_NAN_STAYS).to(gl.float16), mask=kept)
 
 
 @gluon.jit
-def subtract_parked(y, places, kept, lam):
+def subtract_noise_rows(y, places, kept, lam):
     """Subtract λ times the stored noise rows from y. Each entry is read by the corresponding thread that stored it."""
     return y - lam[:, None] * gl.load(places, mask=kept, other=0.0).to(gl.float32)
 

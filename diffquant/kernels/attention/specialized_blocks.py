@@ -32,8 +32,8 @@ def attend_blocks(
 
     Args:
         numbers: scale, log2(e) and number of code levels below the maximum, used for quantized logits.
-        rows: result of `row_codes` for quantized logits; scales of the rows and of the key blocks for 8-bit codes; else
-            the scale of all logits.
+        rows: result of `load_row_scales` for quantized logits; scales of the rows and of the key blocks for 8-bit
+            codes; else the scale of all logits.
         last: number of visible keys of each row.
         y: zero accumulators [64, DH], one for each part of the columns; more than one only for 8-bit codes.
         top: initial running maximum of each row.
@@ -87,7 +87,7 @@ def attend_blocks(
 
 
 @gluon.jit
-def row_codes(top, steps_of_codes, row_at, inside, SHIFT: gl.constexpr, ROWS: gl.constexpr):
+def load_row_scales(top, steps_of_codes, row_at, inside, SHIFT: gl.constexpr, ROWS: gl.constexpr):
     """Load each row's largest logit and scale; compute the inverse scale and the largest logit's code.
 
     Rounding is monotonic, so this is the row's largest code; with shifted logits it is 0.

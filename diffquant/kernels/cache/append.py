@@ -47,7 +47,7 @@ def append(store: KVStore, k: Tensor, v: Tensor) -> None:
     run = _op if torch.compiler.is_compiling() else _launch
     run(
         k, v, keys.tensors, values.tensors, store.progress,
-        keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual),
+        keys.scheme.bits, keys.tokens_per_scale, values.scheme.bits, max(keys.residual, values.residual),
     )  # fmt: skip
     store.length += tokens
 
@@ -67,7 +67,7 @@ def _launch(
     batch, k_heads, tokens, width = k.shape
     v_heads, value_width = v.shape[1], v.shape[3]
     k_ring, v_ring = (side[3].shape[2] * FRAGMENT for side in (keys, values))
-    steps, phases = append_launches(tokens, k_block, k_ring, v_ring)
+    steps, phases = plan_append_launches(tokens, k_block, k_ring, v_ring)
     with torch.cuda.device_of(k):
         for packs, keeps in phases:
             append_tokens[(steps * batch * (k_heads + v_heads),)](
@@ -87,7 +87,7 @@ def _(*_args: object) -> None:
     return None
 
 
-def append_launches(tokens: int, k_block: int, k_ring: int, v_ring: int) -> tuple[int, list[tuple[bool, bool]]]:
+def plan_append_launches(tokens: int, k_block: int, k_ring: int, v_ring: int) -> tuple[int, list[tuple[bool, bool]]]:
     """Return how an append of `tokens` tokens is launched.
 
     Returns:

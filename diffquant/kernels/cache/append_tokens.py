@@ -8,7 +8,13 @@ slots of the ring, so no program overwrites slots that another one still reads.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, packed_tokens, place, stored_head
+from diffquant.kernels.cache.kv_layout import (
+    channels_in_word,
+    count_packed_tokens,
+    field_channels,
+    head_pointers,
+    word_index,
+)
 from diffquant.kernels.cache.stored_side import TOKENS_A_STEP
 
 _TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
@@ -38,8 +44,8 @@ def append_tokens(
     total = tl.minimum(length + tokens, capacity)
     if head < k_heads:
         own = sequence * k_heads + head
-        codes, top, scales = stored_head(KCodes, KTop, KScales, own, capacity, K_BITS, K_BLOCK, WIDTH)
-        store_step(
+        codes, top, scales = head_pointers(KCodes, KTop, KScales, own, capacity, K_BITS, K_BLOCK, WIDTH)
+        append_step(
             K + sequence * k_stride[0] + head * k_stride[1], k_stride[2], k_stride[3],
             codes, top, scales, KRecent + own * K_RING * WIDTH, index, length, total, tokens, k_floor,
             K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, False, PACKS, KEEPS,
@@ -48,8 +54,8 @@ def append_tokens(
         head -= k_heads
         own = sequence * v_heads + head
         # Different names than in the other branch, since Triton gives a name one type in both.
-        v_codes, v_top, v_scales = stored_head(VCodes, VTop, VScales, own, capacity, V_BITS, 1, VALUE_WIDTH)
-        store_step(
+        v_codes, v_top, v_scales = head_pointers(VCodes, VTop, VScales, own, capacity, V_BITS, 1, VALUE_WIDTH)
+        append_step(
             V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
             v_codes, v_top, v_scales, VRecent + own * V_RING * VALUE_WIDTH, index, length, total, tokens,
             v_floor, V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
@@ -64,15 +70,15 @@ def append_tokens(
 
 
 @triton.jit
-def store_step(
+def append_step(
     New, token_stride, channel_stride, Codes, Top, Scales, Recent, index, length, total, tokens, floor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
     LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Pack a step of one head's tokens that leave the ring, and write new tokens to their slots of the ring."""
     STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
-    packed = packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
-    packing = packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)
+    packed = count_packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
+    packing = count_packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)
     kept = tl.maximum(length, packing)
     leaving = tl.cdiv(tokens + BLOCK - 1, STEP) + 1
     leaves = index < leaving
@@ -93,7 +99,7 @@ def store_step(
             column = tl.arange(0, WIDTH)[None, :]
             new = ((token >= kept) & (token < total))[:, None]
             source = New + (token - length).to(tl.int64)[:, None] * token_stride + column * channel_stride
-            slot = Recent + place((token % RING)[:, None], column, WIDTH, 1, TRANSPOSED)
+            slot = Recent + word_index((token % RING)[:, None], column, WIDTH, 1, TRANSPOSED)
             tl.store(slot, tl.load(source, mask=new), mask=new)
 
 
@@ -113,7 +119,7 @@ def _pack_step(
     is_old = inside & (token < length)[:, None]
     new = New + (token - length).to(tl.int64)[:, None] * token_stride
     slot = (token % RING if RING else token)[:, None]
-    at = place(token[:, None], first, WIDTH, FIELDS, TRANSPOSED)
+    at = word_index(token[:, None], first, WIDTH, FIELDS, TRANSPOSED)
     if BITS == 16:
         tl.store(Codes + at, tl.load(new + first * channel_stride, mask=is_new), mask=inside)
     else:
@@ -149,7 +155,7 @@ def _states(
     """Load keys or values of tokens in float32: new ones from the input, earlier ones from the ring."""
     x = tl.load(new + channel * channel_stride, mask=is_new, other=0.0).to(tl.float32)
     if RING:
-        at = Recent + place(slot, channel, WIDTH, 1, TRANSPOSED)
+        at = Recent + word_index(slot, channel, WIDTH, 1, TRANSPOSED)
         x += tl.load(at, mask=is_old, other=0.0).to(tl.float32)
     return x
 
@@ -171,7 +177,7 @@ def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 def _quantize(
     states, of_tokens, Scales, BITS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Compute unsigned codes, as the integer formats' `codes` does; also store per-channel scales."""
+    """Compute unsigned codes, as the integer formats' `encode` does; also store per-channel scales."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     if BLOCK > 1:
         scale = _scale(tl.max(tl.abs(states), 0), BITS, LIMIT, DTYPE)[None, :]

@@ -16,9 +16,9 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import decode_problems, empty_output
-from diffquant.kernels.cache.decode_cut import ROWS, TILES, DecodeSplit, choose_tile
-from diffquant.kernels.cache.decode_share import decode_share
+from diffquant.kernels.arguments import empty_output, list_decode_refusals
+from diffquant.kernels.cache.decode_cut import ROWS, TILES, DecodeSplit, choose_decode_config
+from diffquant.kernels.cache.decode_share import decode_key_split
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, WIDTHS, KVStore
 from diffquant.kernels.cache.stored_side import channels_in_word
 from diffquant.kernels.gpu import device_class
@@ -57,12 +57,12 @@ def decode(
     shared = _shares_keys(q, store, lam, mask, post)
     keys, values = store.keys, store.values
     norm = post or PairNorm(0.0)
-    starts, ends = mask.ranges or (None, None)
+    starts, ends = mask.valid_ranges or (None, None)
     # The torch operator is called only while tracing, since its overhead is longer than a launch.
     run = _op if torch.compiler.is_compiling() else _launch
     out: Tensor = run(
         list(q), keys.tensors, values.tensors, store.progress, lam, starts, ends, norm.weight,
-        keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared,
+        keys.scheme.bits, keys.tokens_per_scale, values.scheme.bits, max(keys.residual, values.residual), shared,
         mask.window, scale, post is not None, norm.eps, norm.factor,
     )  # fmt: skip
     return out
@@ -82,7 +82,7 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     shared = len(q) == 2 and k_heads == v_heads
     if not shared and k_heads != len(q) * v_heads:
         raise UsageError(f"decode: {k_heads} key heads do not fit {len(q)} maps and {v_heads} value heads")
-    if wrong := decode_problems(q, v_heads, mask):
+    if wrong := list_decode_refusals(q, v_heads, mask):
         raise UsageError("decode: " + "; ".join(wrong))
     # Tensors with the shapes of the stored keys and values, without memory, for the checks.
     keys = k.recent.new_empty(()).expand(batch, v_heads, blocks * FRAGMENT, k.width)
@@ -122,11 +122,11 @@ def _launch(
     # With scales per block, a warp's tokens must lie in one block.
     capacity, most_tokens = keys[0].shape[2] * FRAGMENT, k_block if k_block > 1 else CAPACITY_STEP
     token_bits = k_heads // v_heads * width * k_bits + value_width * v_bits
-    tile = choose_tile(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
+    tile = choose_decode_config(TILES, f"decode/{device_class(out.device)}/{value_width}/{max(k_bits, v_bits)}")
     cut = DecodeSplit.of(tile, q, v_heads, token_bits, capacity, window, most_tokens)
     sums = cut.allocate_partials(out)
     with torch.cuda.device_of(out):
-        decode_share[cut.grid](
+        decode_key_split[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3], *keys, *values,
             progress, starts, ends, *sums,
             scale * log2(e), window, capacity, cut.group, cut.noise_group, queries, k_heads, v_heads, 1,

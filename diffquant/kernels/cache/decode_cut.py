@@ -15,7 +15,7 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention.online import LOWEST, pair_norm
-from diffquant.kernels.cache.kv_layout import field_channels, packed_tokens, value_channels
+from diffquant.kernels.cache.kv_layout import count_packed_tokens, field_channels, value_channels
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP
 from diffquant.kernels.configs import Config, choose_config
 from diffquant.kernels.gpu import bandwidth, multiprocessors, registers_per_thread
@@ -23,7 +23,7 @@ from diffquant.kernels.linear.repack import FRAGMENT
 
 
 @triton.jit
-def keys_of_program(
+def find_program_keys(
     Progress, Starts, Ends, sequence, row, queries, window,
     RESIDUAL: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, V_BITS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr,
@@ -52,8 +52,8 @@ def keys_of_program(
     share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(1)) * STEP
     begin += tl.program_id(1) * share
     end = tl.minimum(begin + share, length)
-    k_packed = packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
-    v_packed = packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
+    k_packed = count_packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
+    v_packed = count_packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
     return first, position, begin, end, k_packed, v_packed
 
 
@@ -141,8 +141,8 @@ def _combine_shares(
     return (out * tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total)))[None, :]
 
 
-def decode_tile(tokens: int, warps: int, blocks: int) -> Config:
-    """Return a launch configuration of `decode_share` as a table's entry.
+def make_decode_config(tokens: int, warps: int, blocks: int) -> Config:
+    """Return a launch configuration of `decode_key_split` as a table's entry.
 
     Args:
         tokens: number of tokens per warp and step, a multiple of 16.
@@ -152,7 +152,7 @@ def decode_tile(tokens: int, warps: int, blocks: int) -> Config:
     return {"tokens": tokens, "warps": warps, "blocks": blocks}
 
 
-def choose_tile(table: Mapping[str, Config], key: str) -> Config:
+def choose_decode_config(table: Mapping[str, Config], key: str) -> Config:
     """Return a decode kernel's launch configuration: the entry `key` of a table, with the user's tuned values.
 
     Raises:
@@ -176,7 +176,7 @@ _SIZES = {
     **{(256, 4): (32, 2), (256, 6): (16, 2), (256, 8): (16, 2), (256, 16): (16, 3)},
 }
 TILES = {
-    f"decode/{device}/{width}/{bits}": decode_tile(tokens, 4, blocks)
+    f"decode/{device}/{width}/{bits}": make_decode_config(tokens, 4, blocks)
     for device in ("sm_80", "sm_90")
     for (width, bits), (tokens, blocks) in _SIZES.items()
 }
@@ -279,17 +279,17 @@ class DecodeSplit:
 
 
 @cache
-def choose_split_count(others: int, steps: int, room: int, start: float) -> int:
+def choose_split_count(programs_per_split: int, steps: int, programs_per_wave: int, start_cost: float) -> int:
     """Return the number of splits of the keys (split-K) with the shortest estimated run time.
 
     Args:
-        others: programs per split.
+        programs_per_split: programs per split.
         steps: key blocks in total.
-        room: programs that run at a time, one wave.
-        start: fixed cost of a wave, in key blocks.
+        programs_per_wave: programs that run at a time, one wave.
+        start_cost: fixed cost of a wave, in key blocks.
     """
 
     def steps_in_a_row(shares: int) -> float:
-        return -(-others * shares // room) * (-(-steps // shares) + start)
+        return -(-programs_per_split * shares // programs_per_wave) * (-(-steps // shares) + start_cost)
 
-    return min(range(1, min(steps, room) + 1), key=steps_in_a_row)
+    return min(range(1, min(steps, programs_per_wave) + 1), key=steps_in_a_row)

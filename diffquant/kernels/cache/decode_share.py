@@ -13,14 +13,14 @@ log2(scale). So softmax weights, already multiplied by V's scales, use float16's
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.decode_cut import initial_sums, keys_of_program, store_partial_sums
+from diffquant.kernels.cache.decode_cut import find_program_keys, initial_sums, store_partial_sums
 from diffquant.kernels.cache.decode_span import attend_span
-from diffquant.kernels.cache.decode_tiles import query_tiles
-from diffquant.kernels.cache.kv_layout import channels_in_word, stored_head, unquantized_ring
+from diffquant.kernels.cache.decode_tiles import load_query_tiles
+from diffquant.kernels.cache.kv_layout import channels_in_word, head_pointers, ring_pointers
 
 
 @triton.jit(do_not_specialize=["window", "one"])
-def decode_share(
+def decode_key_split(
     Q1, Q2, q1_stride, q2_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent,
     Progress, Starts, Ends, Largest, Total, Acc,
     scale, window, capacity, group, noise_group, queries, k_heads, v_heads, one,
@@ -31,26 +31,26 @@ def decode_share(
     """Compute partial maxima, sums and weighted values of a program's rows over its share of the keys.
 
     The grid is (sequence and KV head, share, tile of rows), since only the first axis may be longer than 65,535. Rows
-    are ordered as in `query_tiles`. Each warp processes TOKENS tokens per step. `scale` includes log2(e). `one` is 1,
-    passed at run time to prevent the compiler from merging loads.
+    are ordered as in `load_query_tiles`. Each warp processes TOKENS tokens per step. `scale` includes log2(e). `one` is
+    1, passed at run time to prevent the compiler from merging loads.
     """
     sequence = (tl.program_id(0) // v_heads).to(tl.int64)
     head = tl.program_id(0) % v_heads
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    first, position, begin, end, k_packed, v_packed = keys_of_program(
+    first, position, begin, end, k_packed, v_packed = find_program_keys(
         Progress, Starts, Ends, sequence, row, queries, window, RESIDUAL, K_BITS, K_BLOCK, V_BITS, ROWS, WARPS * TOKENS
     )
     # Key heads of the first map precede those of the second.
     k_head = sequence * k_heads + head
-    k1 = stored_head(KCodes, KTop, KScales, k_head, capacity, K_BITS, K_BLOCK, WIDTH)
-    k2 = stored_head(KCodes, KTop, KScales, k_head + v_heads, capacity, K_BITS, K_BLOCK, WIDTH)
+    k1 = head_pointers(KCodes, KTop, KScales, k_head, capacity, K_BITS, K_BLOCK, WIDTH)
+    k2 = head_pointers(KCodes, KTop, KScales, k_head + v_heads, capacity, K_BITS, K_BLOCK, WIDTH)
     v_head = sequence * v_heads + head
-    v = stored_head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
+    v = head_pointers(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
     recent1, recent2 = k1, k2
     if K_RING:
-        recent1 = unquantized_ring(KRecent + k_head * (K_RING * WIDTH))
-        recent2 = unquantized_ring(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
-    recent_v = unquantized_ring(VRecent + v_head * (V_RING * VALUE_WIDTH))
+        recent1 = ring_pointers(KRecent + k_head * (K_RING * WIDTH))
+        recent2 = ring_pointers(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
+    recent_v = ring_pointers(VRecent + v_head * (V_RING * VALUE_WIDTH))
     _attend_share(
         Q1, Q2, q1_stride, q2_stride, first, position, begin, end, k_packed, v_packed,
         k1, k2, v, recent1, recent2, recent_v, None, Largest, Total, Acc,
@@ -72,7 +72,7 @@ def _attend_share(
     V_FIELDS: tl.constexpr = channels_in_word(V_BITS)
     TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
     PAGED: tl.constexpr = Table is not None
-    q1, q2 = query_tiles(
+    q1, q2 = load_query_tiles(
         Q1, Q2, q1_stride, q2_stride, (tl.program_id(0) // v_heads).to(tl.int64), tl.program_id(0) % v_heads,
         group, noise_group, queries, one, SHARED_K, K_FIELDS, PAGED, WIDTH, ROWS, WARPS,
     )  # fmt: skip
@@ -99,13 +99,13 @@ def _attend_share(
 
 
 @triton.jit(do_not_specialize=["window", "capacity", "one"])
-def paged_share(
+def paged_key_split(
     Q1, Q2, q1_stride, q2_stride, K1, K2, V, k_stride, v_stride, Table, table_stride, Lengths,
     Largest, Total, Acc, scale, window, capacity, group, noise_group, queries, v_heads, one,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `decode_share` computes, over 16-bit keys and values in pages.
+    """Compute what `decode_key_split` computes, over 16-bit keys and values in pages.
 
     Strides of K and V are of pages, tokens and heads, equal for both maps' keys. `capacity` is the number of tokens
     that a row of the page Table covers.

@@ -1,4 +1,4 @@
-"""The loop of `decode_share` over a range of keys: loads, logits and weighted values of each step.
+"""The loop of `decode_key_split` over a range of keys: loads, logits and weighted values of each step.
 
 Each warp processes different tokens with separate accumulators. Products are transposed, K·Qᵀ and Vᵀ·Pᵀ, so that K and
 V are left operands, which tensor cores read from registers in the order in which they were loaded. The loop uses
@@ -10,21 +10,21 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.cache.decode_tiles import (
-    channel_scales,
-    matrix_of_queries,
+    load_channel_scales,
+    load_token_scales,
     spread_over_rows,
-    token_scales,
-    warp_tokens,
+    to_query_operand,
+    token_indices,
 )
 from diffquant.kernels.cache.kv_layout import (
     PAGE,
     channels_in_word,
-    field_of,
     key_matrix,
     load_keys,
+    load_page_numbers,
     load_values,
     load_words,
-    pages_of,
+    unpack_words,
     value_matrix,
 )
 from diffquant.kernels.linear.unpacking import INTERPRETED
@@ -59,7 +59,7 @@ def attend_span(
     begin = tl.where(begin < end, begin // STEP, tl.cdiv(end, STEP)) * STEP
     next_pages = (0,)
     if PAGED:
-        next_pages = pages_of(Table, begin, oldest, end, STEP // PAGE)
+        next_pages = load_page_numbers(Table, begin, oldest, end, STEP // PAGE)
     for step in range(begin, end, STEP):
         pages = next_pages
         # All loads of a step are issued before the first result is used, and table entries are loaded a step ahead.
@@ -75,15 +75,15 @@ def attend_span(
             v, pages, step, oldest, end, one, V_BITS, V_FIELDS, V_RING, PAGED, VALUE_WIDTH, TOKENS, WARPS
         )
         if PAGED:
-            next_pages = pages_of(Table, step + STEP, oldest, end, STEP // PAGE)
+            next_pages = load_page_numbers(Table, step + STEP, oldest, end, STEP // PAGE)
         logits = tl.zeros([WARPS, TOKENS, ROWS], tl.float32)
         for field in tl.static_range(K_FIELDS):
             k = _matrix(keys1, field, K_DTYPE, K_BITS, False, K_FIELDS, PAGED, WIDTH, TOKENS, WARPS)
-            q = matrix_of_queries(q1[field], key_scales1, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
+            q = to_query_operand(q1[field], key_scales1, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
             logits = tl.dot(k, q, logits, input_precision="ieee")
             if TWO_K:
                 k = _matrix(keys2, field, K_DTYPE, K_BITS, False, K_FIELDS, PAGED, WIDTH, TOKENS, WARPS)
-                q = matrix_of_queries(q2[field], key_scales2, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
+                q = to_query_operand(q2[field], key_scales2, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
                 logits = tl.dot(k, q, logits, input_precision="ieee")
         if PER_TOKEN:
             of_keys = spread_over_rows(key_scales1[0].to(tl.float32), ROWS, TOKENS, WARPS)
@@ -96,7 +96,7 @@ def attend_span(
         logits = tl.where(seen, logits * scale, -float("inf"))
         if V_BITS < 16:
             # Scales beyond the newest token may be 0.
-            of_values = tl.where(warp_tokens(step, TOKENS, WARPS) < end, value_scales.to(tl.float32), 1.0)
+            of_values = tl.where(token_indices(step, TOKENS, WARPS) < end, value_scales.to(tl.float32), 1.0)
             of_values = log2_of_scales(of_values, CODES)
             logits += spread_over_rows(of_values, ROWS, TOKENS, WARPS)
         raised = tl.maximum(largest, tl.max(logits, 1))
@@ -126,9 +126,9 @@ def _keys(
     if BITS == 16:
         scales = words
     elif BLOCK == 1:
-        scales = (token_scales(k[2] + step, TOKENS, WARPS),)
+        scales = (load_token_scales(k[2] + step, TOKENS, WARPS),)
     else:
-        scales = channel_scales(k[2], step, one, BLOCK, FIELDS, WIDTH, ROWS, TOKENS, WARPS)
+        scales = load_channel_scales(k[2], step, one, BLOCK, FIELDS, WIDTH, ROWS, TOKENS, WARPS)
     return words, scales
 
 
@@ -145,7 +145,7 @@ def _values(
         words = _words(v, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
     scales = words
     if BITS < 16:
-        scales = token_scales(v[2] + step, TOKENS, WARPS)
+        scales = load_token_scales(v[2] + step, TOKENS, WARPS)
     return words, scales
 
 
@@ -186,9 +186,9 @@ def _matrix(
     words, FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, TRANSPOSED: tl.constexpr,
     FIELDS: tl.constexpr, PAGED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Unpack one field of loaded words to left operands of products, in the layout of `field_of`."""
+    """Unpack one field of loaded words to left operands of products, in the layout of `unpack_words`."""
     if not PAGED:
-        out = field_of(words, FIELD, DTYPE, BITS, TRANSPOSED, WIDTH // (16 * FIELDS), TOKENS, WARPS)
+        out = unpack_words(words, FIELD, DTYPE, BITS, TRANSPOSED, WIDTH // (16 * FIELDS), TOKENS, WARPS)
     elif TRANSPOSED:
         out = value_matrix(words[0], WIDTH, TOKENS, WARPS)
     else:

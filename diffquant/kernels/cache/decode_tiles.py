@@ -1,4 +1,4 @@
-"""Loads queries and scales of `decode_share` in the register layout of tensor cores, without shared memory.
+"""Loads queries and scales of `decode_key_split` in the register layout of tensor cores, without shared memory.
 
 A right operand [WARPS, channels, rows] is loaded as [(chunk, half, warp, row), 8]: thread 4g + t holds channels 2t and
 2t + 1 of row g. Per-token numbers are loaded as [(16 tokens, half, warp), 32] by the threads whose logits need them;
@@ -14,7 +14,7 @@ from diffquant.kernels.linear.unpacking import multiply
 
 
 @triton.jit
-def query_tiles(
+def load_query_tiles(
     Q1, Q2, q1_stride, q2_stride, sequence, head, group, noise_group, queries, one,
     SHARED_K: tl.constexpr, FIELDS: tl.constexpr, IN_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
@@ -58,7 +58,7 @@ def _tiles(
 
 
 @triton.jit
-def channel_scales(
+def load_channel_scales(
     Scales, step, one, BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def channel_scales(
 
 
 @triton.jit
-def matrix_of_queries(
+def to_query_operand(
     q, scales, FIELD: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr
 ):
     """Convert one field's queries to a right operand [WARPS, channels, ROWS]; if SCALED, apply channel scales first."""
@@ -83,7 +83,7 @@ def matrix_of_queries(
 
 
 @triton.jit
-def warp_tokens(step, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+def token_indices(step, TOKENS: tl.constexpr, WARPS: tl.constexpr):
     """Return the token indices of a step in the layout of per-token numbers, [(16 tokens, half, warp), 32]."""
     index = tl.arange(0, TOKENS // 8 * WARPS)[:, None]
     lane = tl.arange(0, 32)[None, :]
@@ -91,14 +91,14 @@ def warp_tokens(step, TOKENS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def token_scales(Scales, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Load a step's per-token scales, from `Scales` on, in the layout of `warp_tokens`."""
-    return tl.load(Scales + warp_tokens(0, TOKENS, WARPS))
+def load_token_scales(Scales, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Load a step's per-token scales, from `Scales` on, in the layout of `token_indices`."""
+    return tl.load(Scales + token_indices(0, TOKENS, WARPS))
 
 
 @triton.jit
 def spread_over_rows(x, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Broadcast per-token numbers from the layout of `warp_tokens` to all rows, [WARPS, TOKENS, ROWS]."""
+    """Broadcast per-token numbers from the layout of `token_indices` to all rows, [WARPS, TOKENS, ROWS]."""
     x = x.reshape(TOKENS // 8, WARPS, 8, 4).permute(1, 0, 2, 3).reshape(WARPS, TOKENS, 4, 1)
     return x.broadcast_to(WARPS, TOKENS, 4, ROWS // 4).reshape(WARPS, TOKENS, ROWS)
 

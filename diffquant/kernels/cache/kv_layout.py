@@ -24,7 +24,7 @@ channels_in_word = triton.constexpr_function(stored_side.channels_in_word)
 
 
 @triton.jit
-def place(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED: tl.constexpr):
+def word_index(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Return the index, within a head, of the word that holds a token's channel.
 
     Rows of fragments are tokens, or channels if TRANSPOSED. A word holds FIELDS channels of a head of WIDTH channels.
@@ -48,7 +48,7 @@ def load_words(
     Codes, Top, fragment, one,
     BITS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the words of TOKENS tokens per warp, for `field_of`.
+    """Load the words of TOKENS tokens per warp, for `unpack_words`.
 
     `fragment` is the index of each row's first token divided by 16.
 
@@ -74,7 +74,7 @@ def load_words(
 
 
 @triton.jit
-def field_of(
+def unpack_words(
     words, FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, TRANSPOSED: tl.constexpr,
     CHUNKS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def field_of(
 
 
 @triton.jit
-def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
+def count_packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     """Return how many of `length` tokens are packed: whole BLOCKs before the newest RESIDUAL, at least `floor`.
 
     With 16 BITS, all tokens count as packed.
@@ -103,7 +103,7 @@ def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDU
 
 
 @triton.jit
-def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def head_pointers(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Return pointers to a head's codes, high bits and scales; each head has memory for `capacity` tokens."""
     scales = capacity * WIDTH // BLOCK if BLOCK > 1 else capacity
     words: tl.constexpr = WIDTH // channels_in_word(BITS)
@@ -111,10 +111,10 @@ def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def unquantized_ring(recent):
+def ring_pointers(recent):
     """Return the pointer to recent unquantized keys or values three times.
 
-    The copies take the place of the codes, high bits and scales from `stored_head`.
+    The copies take the place of the codes, high bits and scales from `head_pointers`.
     """
     return recent, recent, recent
 
@@ -123,7 +123,7 @@ PAGE = tl.constexpr(repack.FRAGMENT)
 
 
 @triton.jit
-def pages_of(Table, begin, oldest, end, COUNT: tl.constexpr):
+def load_page_numbers(Table, begin, oldest, end, COUNT: tl.constexpr):
     """Return a tuple of the numbers of COUNT pages: those of the 16 · COUNT tokens from `begin` on.
 
     Queries see tokens from `oldest` to exclusive `end`. Table entries of other pages may be undefined, so they are not
@@ -138,7 +138,7 @@ def pages_of(Table, begin, oldest, end, COUNT: tl.constexpr):
 
 
 @triton.jit
-def page_at(pages, number):
+def select_page(pages, number):
     """Return pages[number] as int64 for a tuple of pages and a tensor of indices, without accessing memory."""
     out = tl.zeros_like(number) + pages[0]
     for i in tl.static_range(1, len(pages)):
@@ -155,7 +155,7 @@ def load_keys(k, pages, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.con
     """
     HALVES: tl.constexpr = WIDTH // 32 * 2
     index = tl.arange(0, TOKENS // PAGE * HALVES * WARPS)
-    page = page_at(pages, index % WARPS * (TOKENS // PAGE) + index // (HALVES * WARPS))
+    page = select_page(pages, index % WARPS * (TOKENS // PAGE) + index // (HALVES * WARPS))
     lane = tl.arange(0, 256)[None, :]
     token = (index // WARPS % 2 * 8)[:, None] + lane // 32
     channel = (index // (2 * WARPS) % (WIDTH // 32) * 32)[:, None] + lane // 8 % 4 * 8 + lane % 8
@@ -186,7 +186,7 @@ def load_values(v, pages, begin, oldest, end, WIDTH: tl.constexpr, TOKENS: tl.co
     QUARTERS: tl.constexpr = WIDTH // 64 * 4
     index = tl.arange(0, TOKENS // PAGE * QUARTERS * WARPS)
     number = index % WARPS * (TOKENS // PAGE) + index // (QUARTERS * WARPS)
-    page = page_at(pages, number)
+    page = select_page(pages, number)
     lane = tl.arange(0, 256)[None, :]
     # A thread's four tokens are two adjacent ones in each half of 16.
     quarter = index // WARPS % 4

@@ -58,7 +58,7 @@ class KVStore:
         self.progress = torch.zeros(4, dtype=torch.int32, device=k.device)
         self._floors = (0, 0)
 
-    def fits(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> bool:
+    def has_same_layout(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> bool:
         """Return whether a new store with these arguments would have the same shapes, dtypes and device."""
         sides = ((self.keys, recipe.k, k), (self.values, recipe.v, v))
         return self.capacity == _round_up(capacity) and all(
@@ -96,7 +96,7 @@ class KVStore:
         capacity = _round_up(capacity)
         self.stamp = next(_STAMPS)
         for side, _ in self._sides():
-            for name, tokens in (("codes", FRAGMENT), ("top", FRAGMENT), ("scales", side.block)):
+            for name, tokens in (("codes", FRAGMENT), ("top", FRAGMENT), ("scales", side.tokens_per_scale)):
                 old = getattr(side, name)
                 if old.shape[2]:
                     new = old.new_zeros(*old.shape[:2], capacity // tokens, *old.shape[3:])
@@ -111,10 +111,11 @@ class KVStore:
         """
         length = max(self.length - tokens, 0)
         floors = [min(side.count_packed(self.length, floor), length) for side, floor in self._sides()]
-        if floors[0] % self.keys.block:
+        if floors[0] % self.keys.tokens_per_scale:
             raise UsageError(
                 f"cannot forget {tokens} of {self.length} tokens: token {length} lies within a packed block of "
-                f"{self.keys.block} that share scales; set a residual of at least as many tokens as may be forgotten"
+                f"{self.keys.tokens_per_scale} that share scales; set a residual of at least as many tokens as may be "
+                f"forgotten"
             )
         for side in (self.keys, self.values):
             side.clear(length, self.length)
@@ -161,8 +162,8 @@ def store_refusal(
             return f"{name} has {scheme.bits} bits; the kernels support 4, 6, 8 and 16"
         if scheme.granularity in _UNSERVED:
             return f"{name} has {_UNSERVED[scheme.granularity]}"
-        if scheme.sharing.has_token_groups and scheme.size not in (16, 32, 64, 128):
-            return f"{name} has blocks of {scheme.size} tokens; the kernels support c16, c32, c64 and c128"
+        if scheme.sharing.has_token_groups and scheme.granularity_size not in (16, 32, 64, 128):
+            return f"{name} has blocks of {scheme.granularity_size} tokens; the kernels support c16, c32, c64 and c128"
     return None
 
 

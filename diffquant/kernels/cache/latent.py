@@ -15,10 +15,10 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
-from diffquant.kernels.arguments import decode_problems, empty_output
+from diffquant.kernels.arguments import empty_output, list_decode_refusals
 from diffquant.kernels.cache.decode_cut import DecodeSplit
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
-from diffquant.kernels.cache.latent_span import latent_share
+from diffquant.kernels.cache.latent_span import latent_key_split
 from diffquant.kernels.configs import Config, choose_config
 from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, device_class, shared_memory
 from diffquant.kernels.linear.repack import FRAGMENT
@@ -28,7 +28,7 @@ _LEAST_ROWS = 16
 
 
 def _latent_tile(tokens: int, warps: int, blocks: int) -> Config:
-    """Return a configuration of `latent_share` with at most 32 query rows.
+    """Return a configuration of `latent_key_split` with at most 32 query rows.
 
     All warps process the same tokens, `tokens` · `warps` per step. The number of rows is a power of two from 16 on.
     """
@@ -80,7 +80,7 @@ def decode_latent(
     _check_tile(tile)
     step, most_rows = tile["tokens"] * tile["warps"], tile["rows"]
     # Codes are multiplied in float16, unquantized tokens in their own dtype, which needs two copies of the queries.
-    has_two_copies = values.ring and out.dtype == torch.bfloat16
+    has_two_copies = values.ring_size and out.dtype == torch.bfloat16
     # With 6 bits Triton 3.6 needs 5 KiB more shared memory than smaller devices have.
     if (has_two_copies or values.scheme.bits == 6) and shared_memory(out.device) <= SMALLEST_SHARED_MEMORY:
         most_rows = max(_LEAST_ROWS, most_rows // 2)
@@ -88,15 +88,15 @@ def decode_latent(
     token_bits = keys.width * keys.scheme.bits + values.width * values.scheme.bits
     cut = DecodeSplit.of(tile, q, 1, token_bits, store.capacity, mask.window, rows=rows)
     sums = cut.allocate_partials(out)
-    starts, ends = mask.ranges or (None, None)
+    starts, ends = mask.valid_ranges or (None, None)
     with torch.cuda.device_of(out):
-        latent_share[(batch * cut.tiles, cut.shares)](
+        latent_key_split[(batch * cut.tiles, cut.shares)](
             q[0], q[1] if noises else None, q[0].stride()[:3], q[-1].stride()[:3], *keys.tensors, *values.tensors,
             store.progress, starts, ends, *sums,
             scale * log2(e), mask.window, store.capacity, pairs, noises, queries, cut.tiles, 1,
-            RESIDUAL=max(keys.residual, values.residual), TURNED=keys.width, LATENT=values.width,
-            K_BITS=keys.scheme.bits, K_BLOCK=keys.block, K_RING=keys.ring,
-            V_BITS=values.scheme.bits, V_RING=values.ring, ROWS=rows, TOKENS=step, **cut.options,
+            RESIDUAL=max(keys.residual, values.residual), ROTATED=keys.width, LATENT=values.width,
+            K_BITS=keys.scheme.bits, K_BLOCK=keys.tokens_per_scale, K_RING=keys.ring_size,
+            V_BITS=values.scheme.bits, V_RING=values.ring_size, ROWS=rows, TOKENS=step, **cut.options,
         )  # fmt: skip
         cut.combine(sums, lam, None, out)
     return out
@@ -132,7 +132,7 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask) 
         )
     if q[0].dtype != v.dtype:
         wrong.append(f"queries are {q[0].dtype} and the stored latents {v.dtype}; use one dtype")
-    wrong += decode_problems(q, 1, mask)
+    wrong += list_decode_refusals(q, 1, mask)
     if wrong:
         raise UsageError("decode_latent: " + "; ".join(wrong))
     # Tensors with the shapes of the stored keys and values, without memory, for the checks.

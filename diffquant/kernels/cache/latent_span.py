@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.attention.online import LOWEST
-from diffquant.kernels.cache.decode_cut import keys_of_program
+from diffquant.kernels.cache.decode_cut import find_program_keys
 from diffquant.kernels.cache.decode_span import log2_of_scales
-from diffquant.kernels.cache.kv_layout import channels_in_word, load_words, stored_head, unquantized_ring
+from diffquant.kernels.cache.kv_layout import channels_in_word, head_pointers, load_words, ring_pointers
 from diffquant.kernels.linear.unpacking import unpack_field
 
 
 @triton.jit(do_not_specialize=["window", "one"])
-def latent_share(
+def latent_key_split(
     Q1, Q2, q1_stride, q2_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent,
     Progress, Starts, Ends, Largest, Total, Acc, scale, window, capacity, pairs, noises, queries, tiles, one,
-    RESIDUAL: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
+    RESIDUAL: tl.constexpr, ROTATED: tl.constexpr, LATENT: tl.constexpr,
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -33,34 +33,34 @@ def latent_share(
     """
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    first, position, begin, end, k_packed, v_packed = keys_of_program(
+    first, position, begin, end, k_packed, v_packed = find_program_keys(
         Progress, Starts, Ends, sequence, row, queries, window, RESIDUAL, K_BITS, K_BLOCK, V_BITS, ROWS, TOKENS
     )
 
-    q, q_turned = _queries(Q1, q1_stride, sequence, row, pairs, queries, TURNED, LATENT)
+    q, q_rotated = _queries(Q1, q1_stride, sequence, row, pairs, queries, ROTATED, LATENT)
     if Q2 is not None:
-        noise, noise_turned = _queries(Q2, q2_stride, sequence, row - pairs * queries, noises, queries, TURNED, LATENT)
+        noise, noise_turned = _queries(Q2, q2_stride, sequence, row - pairs * queries, noises, queries, ROTATED, LATENT)
         q += noise
-        q_turned += noise_turned
-    k = stored_head(KCodes, KTop, KScales, sequence, capacity, K_BITS, K_BLOCK, TURNED)
-    v = stored_head(VCodes, VTop, VScales, sequence, capacity, V_BITS, 1, LATENT)
+        q_rotated += noise_turned
+    k = head_pointers(KCodes, KTop, KScales, sequence, capacity, K_BITS, K_BLOCK, ROTATED)
+    v = head_pointers(VCodes, VTop, VScales, sequence, capacity, V_BITS, 1, LATENT)
     sums = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, LATENT], tl.float32)
-    sums = latent_span(
-        sums, q, q_turned, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)), k, v, scale, one,
-        K_BITS, K_BLOCK, 0, V_BITS, 0, TURNED, LATENT, TOKENS,
+    sums = attend_latent_span(
+        sums, q, q_rotated, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)), k, v, scale, one,
+        K_BITS, K_BLOCK, 0, V_BITS, 0, ROTATED, LATENT, TOKENS,
     )  # fmt: skip
     if K_RING:
-        k = unquantized_ring(KRecent + sequence * (K_RING * TURNED))
+        k = ring_pointers(KRecent + sequence * (K_RING * ROTATED))
         # Keys may leave their ring in whole blocks, so latents may already be packed where keys are still in the ring.
-        sums = latent_span(
-            sums, q, q_turned, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k, v,
-            scale, one, 16, 1, K_RING, V_BITS, 0, TURNED, LATENT, TOKENS,
+        sums = attend_latent_span(
+            sums, q, q_rotated, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k, v,
+            scale, one, 16, 1, K_RING, V_BITS, 0, ROTATED, LATENT, TOKENS,
         )  # fmt: skip
     if V_RING:
-        v = unquantized_ring(VRecent + sequence * (V_RING * LATENT))
-        sums = latent_span(
-            sums, q, q_turned, first, position, tl.maximum(begin, v_packed), end, k, v, scale, one,
-            16, 1, K_RING, 16, V_RING, TURNED, LATENT, TOKENS,
+        v = ring_pointers(VRecent + sequence * (V_RING * LATENT))
+        sums = attend_latent_span(
+            sums, q, q_rotated, first, position, tl.maximum(begin, v_packed), end, k, v, scale, one,
+            16, 1, K_RING, 16, V_RING, ROTATED, LATENT, TOKENS,
         )  # fmt: skip
 
     largest, total, acc = sums
@@ -72,24 +72,24 @@ def latent_share(
 
 
 @triton.jit
-def _queries(Q, stride, sequence, row, heads, queries, TURNED: tl.constexpr, LATENT: tl.constexpr):
+def _queries(Q, stride, sequence, row, heads, queries, ROTATED: tl.constexpr, LATENT: tl.constexpr):
     """Load one map's queries: the channels for latents and those for rotated key channels; other rows are 0."""
     at = Q + sequence * stride[0] + (row // queries * stride[1] + row % queries * stride[2])[:, None]
     here = ((row >= 0) & (row < heads * queries))[:, None]
     q = tl.load(at + tl.arange(0, LATENT)[None, :], mask=here, other=0.0)
-    return q, tl.load(at + LATENT + tl.arange(0, TURNED)[None, :], mask=here, other=0.0)
+    return q, tl.load(at + LATENT + tl.arange(0, ROTATED)[None, :], mask=here, other=0.0)
 
 
 @triton.jit
-def latent_span(
-    sums, q, q_turned, first, last, begin, end, k, v, scale, one,
+def attend_latent_span(
+    sums, q, q_rotated, first, last, begin, end, k, v, scale, one,
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr,
     V_BITS: tl.constexpr, V_RING: tl.constexpr,
-    TURNED: tl.constexpr, LATENT: tl.constexpr, TOKENS: tl.constexpr,
+    ROTATED: tl.constexpr, LATENT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Continue an online softmax over keys `begin` to exclusive `end`; a row sees those from `first` to `last`.
 
-    `q` [R, c] are queries for latents, `q_turned` [R, r] for rotated key channels. The accumulators `sums`, which are
+    `q` [R, c] are queries for latents, `q_rotated` [R, r] for rotated key channels. The accumulators `sums`, which are
     updated and returned, are row maxima, sums of weights, and weighted sums of latents.
     """
     STATES: tl.constexpr = q.dtype
@@ -104,19 +104,19 @@ def latent_span(
     for step in range(begin, end, TOKENS):
         # All loads of a step are issued before the first result is used.
         latents = _words(v, step, one, V_BITS, V_RING, LATENT, TOKENS)
-        turned = _words(k, step, one, K_BITS, K_RING, TURNED, TOKENS)
+        turned = _words(k, step, one, K_BITS, K_RING, ROTATED, TOKENS)
         token = step + tl.arange(0, TOKENS)
         if V_BITS < 16:
             # Scales beyond the newest token may be 0.
             of_latents = tl.load(v[2] + token, mask=token < end, other=1.0).to(tl.float32)
-        turned = _matrix(turned, K_DTYPE, K_BITS, False, TURNED, TOKENS)
+        turned = _matrix(turned, K_DTYPE, K_BITS, False, ROTATED, TOKENS)
         if K_BITS < 16:
-            turned = _scale_codes(turned, k[2], token, STATES, K_BLOCK, TURNED)
+            turned = _scale_codes(turned, k[2], token, STATES, K_BLOCK, ROTATED)
         latents = _matrix(latents, V_DTYPE, V_BITS, True, LATENT, TOKENS)
         logits = tl.dot(q, latents, input_precision="ieee")
         if V_BITS < 16:
             logits *= of_latents[None, :]
-        logits = tl.dot(q_turned, tl.trans(turned), logits, input_precision="ieee")
+        logits = tl.dot(q_rotated, tl.trans(turned), logits, input_precision="ieee")
         seen = (token[None, :] >= first[:, None]) & (token[None, :] <= last[:, None])
         logits = tl.where(seen, logits * scale, -float("inf"))
         if V_BITS < 16:

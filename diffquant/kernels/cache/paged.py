@@ -14,16 +14,16 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import HALF_TYPES, decode_problems, empty_output
-from diffquant.kernels.cache.decode_cut import ROWS, DecodeSplit, choose_tile, decode_tile
-from diffquant.kernels.cache.decode_share import paged_share
+from diffquant.kernels.arguments import HALF_TYPES, empty_output, list_decode_refusals
+from diffquant.kernels.cache.decode_cut import ROWS, DecodeSplit, choose_decode_config, make_decode_config
+from diffquant.kernels.cache.decode_share import paged_key_split
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
 
 PAGE = FRAGMENT
 # By the values' width. At 256 there are no registers left for the addresses of rows.
 TILES = {
-    f"paged/{device}/{width}": decode_tile(16, 4, blocks)
+    f"paged/{device}/{width}": make_decode_config(16, 4, blocks)
     for device in ("sm_80", "sm_90")
     for width, blocks in ((64, 4), (128, 4), (256, 2))
 }
@@ -77,11 +77,11 @@ def decode_paged(
     capacity = table.shape[1] * PAGE
     shared = len(q) == 2 and _is_same(*k)
     token_bits = 16 * ((1 if shared else len(k)) * width + value_width)
-    tile = choose_tile(TILES, f"paged/{device_class(out.device)}/{value_width}")
+    tile = choose_decode_config(TILES, f"paged/{device_class(out.device)}/{value_width}")
     cut = DecodeSplit.of(tile, q, v_heads, token_bits, capacity, window)
     sums = cut.allocate_partials(out)
     with torch.cuda.device_of(out):
-        paged_share[cut.grid](
+        paged_key_split[cut.grid](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], q[-1].stride()[:3],
             k[0], k[-1], v, k[0].stride()[:3], v.stride()[:3], table, table.stride(0), lengths, *sums,
             scale * log2(e), window, capacity, cut.group, cut.noise_group, queries, v_heads, 1,
@@ -143,7 +143,7 @@ def _check(
         wrong.append(f"queries are {width} wide, not 64 or 128, or values are {value_width}, not as wide or twice")
     if v.dtype not in (*HALF_TYPES, torch.float32):
         wrong.append(f"keys and values are {v.dtype}; the kernels support float16 and bfloat16")
-    wrong += decode_problems(q, v.shape[2], Mask())
+    wrong += list_decode_refusals(q, v.shape[2], Mask())
     if wrong:
         raise UsageError("decoding from pages: " + "; ".join(wrong))
 

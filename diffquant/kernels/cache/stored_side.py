@@ -57,7 +57,7 @@ class StoredKeysOrValues:
             capacity: number of tokens, a multiple of 16.
         """
         batch, heads, _, width = like.shape
-        block = scheme.sharing.tokens
+        block = scheme.sharing.tokens_per_scale
         ring = _ring_length(scheme, residual)
 
         def room(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
@@ -96,12 +96,12 @@ class StoredKeysOrValues:
         return self.codes.shape[3] * FRAGMENT * channels_in_word(self.scheme.bits)
 
     @property
-    def block(self) -> int:
+    def tokens_per_scale(self) -> int:
         """Number of tokens that share per-channel scales; 1 with per-token scales."""
-        return self.scheme.sharing.tokens
+        return self.scheme.sharing.tokens_per_scale
 
     @property
-    def ring(self) -> int:
+    def ring_size(self) -> int:
         """Number of tokens that fit in `recent`."""
         return self.recent.shape[2] * FRAGMENT
 
@@ -109,7 +109,7 @@ class StoredKeysOrValues:
         """Return how many of `length` tokens are packed; `floor` is the number after the last `KVStore.crop`."""
         if not self.scheme.quantizes:
             return length
-        return max(floor, (length - self.residual) // self.block * self.block)
+        return max(floor, (length - self.residual) // self.tokens_per_scale * self.tokens_per_scale)
 
     def read(self, length: int, floor: int) -> Tensor:
         """Return dequantized keys or values [B, H, length, w] in their original dtype; `floor` as in `count_packed`."""
@@ -117,15 +117,15 @@ class StoredKeysOrValues:
         if not self.scheme.quantizes:
             return self._in_order(self.codes[..., None], length)
         codes = self._unpack(packed)
-        if self.block == 1:
+        if self.tokens_per_scale == 1:
             old = dequantize(codes, self.scales[:, :, :packed, None])
         else:
-            blocks = self.scales[:, :, : -(-packed // self.block)]
-            old = dequantize(codes, blocks.repeat_interleave(self.block, 2)[:, :, :packed])
-        if not self.ring:
+            blocks = self.scales[:, :, : -(-packed // self.tokens_per_scale)]
+            old = dequantize(codes, blocks.repeat_interleave(self.tokens_per_scale, 2)[:, :, :packed])
+        if not self.ring_size:
             return old
-        slots = torch.arange(packed, length, device=codes.device) % self.ring
-        return torch.cat([old, self._in_order(self.recent[..., None], self.ring).index_select(2, slots)], 2)
+        slots = torch.arange(packed, length, device=codes.device) % self.ring_size
+        return torch.cat([old, self._in_order(self.recent[..., None], self.ring_size).index_select(2, slots)], 2)
 
     def clear(self, first: int, stop: int) -> None:
         """Set the unquantized keys or values of forgotten tokens, `first` up to exclusive `stop`, to 0.
@@ -134,8 +134,8 @@ class StoredKeysOrValues:
         """
         if not self.scheme.quantizes:
             self._clear(self.codes, torch.arange(first, stop, device=self.codes.device))
-        elif self.ring:
-            slots = torch.arange(max(first, stop - self.ring), stop, device=self.codes.device) % self.ring
+        elif self.ring_size:
+            slots = torch.arange(max(first, stop - self.ring_size), stop, device=self.codes.device) % self.ring_size
             self._clear(self.recent, slots)
 
     def _clear(self, states: Tensor, tokens: Tensor) -> None:
@@ -180,6 +180,6 @@ def _ring_length(scheme: Scheme, residual: int) -> int:
 
     It is 0 if the scheme is 16 bits or packs tokens at once.
     """
-    waiting = residual + scheme.sharing.tokens - 1
-    step = max(scheme.sharing.tokens, TOKENS_A_STEP)
+    waiting = residual + scheme.sharing.tokens_per_scale - 1
+    step = max(scheme.sharing.tokens_per_scale, TOKENS_A_STEP)
     return -(-waiting // step) * step if scheme.quantizes else 0

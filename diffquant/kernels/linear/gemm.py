@@ -15,7 +15,7 @@ from torch import Tensor
 from diffquant.kernels.configs import choose_config
 from diffquant.kernels.gpu import device_class, multiprocessors, warpgroup_refusal
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, codes_per_word
-from diffquant.kernels.linear.unpacking import chunk_weights, join_fields
+from diffquant.kernels.linear.unpacking import join_fields, load_chunk
 
 _ROW_BLOCKS = 8
 
@@ -41,7 +41,7 @@ def _expand(
 ):  # fmt: skip
     chunk = tl.program_id(0)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    fields = chunk_weights(
+    fields = load_chunk(
         low, high, scales, block, blocks, chunk, chunks, K, w.dtype.element_ty, BITS, FLOATS, FIELDS, GROUP, SPAN
     )
     n = tl.program_id(1) * (BLOCKS * 16) + tl.arange(0, BLOCKS * 16)
@@ -119,7 +119,7 @@ def _gemm(
     x_at = x + m.to(tl.int64)[:, None] * x_stride
     sums = tl.zeros([BLOCKS * 16, TOKENS], tl.float32)
     for chunk in range(split * chunks_a_split, tl.minimum(chunks, (split + 1) * chunks_a_split)):
-        fields = chunk_weights(
+        fields = load_chunk(
             low, high, scales, block, blocks, chunk, chunks, K, x.dtype.element_ty, BITS, FLOATS, FIELDS, GROUP, SPAN
         )
         k = chunk * (16 * FIELDS)

@@ -13,9 +13,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from diffquant.kernels.configs import Config, choose_config
-from diffquant.kernels.gpu import capability, device_class, multiprocessors, registers_per_thread
+from diffquant.kernels.gpu import compute_capability, device_class, multiprocessors, registers_per_thread
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, codes_per_word
-from diffquant.kernels.linear.unpacking import load_high, read_scale, unpack_field
+from diffquant.kernels.linear.unpacking import decode_scale, load_high, unpack_field
 
 MOST_TOKENS = 8
 # Largest number of steps per row block if words are loaded ahead. These steps are unrolled, and more of them spill.
@@ -44,7 +44,7 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     blocks, chunks, _ = weight.low.shape
     tile = choose_config(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
     # From Hopper on, thread blocks may start while the preceding kernel still runs (programmatic dependent launch).
-    is_dependent = capability(x.device) >= (9, 0)
+    is_dependent = compute_capability(x.device) >= (9, 0)
     slots = multiprocessors(x.device) * tile["blocks"]
     steps, unroll = _steps(chunks, tile, blocks > slots)
     y = x.new_empty(tokens, rows)
@@ -192,7 +192,7 @@ def _add_chunks(
                     # Beyond K the scale is arbitrary, since x is 0 there.
                     group = tl.minimum(chunk * chunk_width + field * 16, K - 1) // GROUP
                     stored = tl.load(scales + (group * blocks + block)[:, None] * 16 + lane_row)
-                    scale = read_scale(stored, GROUP, FLOATS)
+                    scale = decode_scale(stored, GROUP, FLOATS)
                     scale = scale.reshape(WARPS, 8, 4, 2).permute(0, 3, 1, 2)[:, :, :, :, None]
                     scale = scale.broadcast_to(WARPS, 2, 8, 4, 2).reshape(WARPS, 16, 8)
                     sums += part * scale

@@ -66,10 +66,10 @@ def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     flat = x.reshape(-1, width)
     if len(flat) > _most_unpacked(x.device):
         return torch.nn.functional.linear(x, _write_out(weight, x.dtype), bias)
-    return launch(flat, weight, bias).view(*x.shape[:-1], rows)
+    return launch_matmul(flat, weight, bias).view(*x.shape[:-1], rows)
 
 
-def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def launch_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Compute x · Wᵀ + bias [M, N] of x [M, K] by the GEMV kernel, or for many tokens M by the GEMM kernel."""
     from diffquant.kernels.linear.gemm import launch_gemm
     from diffquant.kernels.linear.gemv import MOST_TOKENS, launch_gemv
@@ -99,7 +99,7 @@ def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     problems = []
     if x.dim() == 0 or x.shape[-1] != width:
         problems.append(f"x is {list(x.shape)}, not [..., {width}]")
-    if weight.scales is not None and not weight.holds_floats and weight.scales.dtype != x.dtype:
+    if weight.scales is not None and not weight.has_float_codes and weight.scales.dtype != x.dtype:
         problems.append(f"x is {x.dtype} and the weight's scales are {weight.scales.dtype}")
     if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
         problems.append(f"bias is {bias.dtype} {list(bias.shape)}, not {x.dtype} [{rows}]")

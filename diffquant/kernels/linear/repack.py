@@ -57,7 +57,7 @@ class PackedWeight:
     shape: tuple[int, int]
 
     @property
-    def holds_floats(self) -> bool:
+    def has_float_codes(self) -> bool:
         """Whether codes are E2M1 floats."""
         return self.scales is not None and self.scales.dtype == torch.uint8
 
@@ -66,7 +66,7 @@ class PackedWeight:
         """Compile-time arguments of kernels that unpack the weight. SPAN codes of a word share a group's scale."""
         fields = codes_per_word(self.bits)
         span = gcd(self.group // FRAGMENT, fields)
-        return {"BITS": self.bits, "FLOATS": self.holds_floats, "FIELDS": fields, "GROUP": self.group, "SPAN": span}
+        return {"BITS": self.bits, "FLOATS": self.has_float_codes, "FIELDS": fields, "GROUP": self.group, "SPAN": span}
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +94,7 @@ def repack_refusal(scheme: Scheme) -> str | None:
     """Return why a weight with this scheme cannot be repacked, or None if it can."""
     if scheme.format.name in (*E4M3_SCALED, *POWER_SCALED):
         return None
-    return scheme.format.integer_refusal or group_refusal(scheme.size or 0)
+    return scheme.format.integer_refusal or group_refusal(scheme.granularity_size or 0)
 
 
 def group_refusal(group: int) -> str | None:
@@ -163,7 +163,7 @@ def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     rows = weight.shape[0]
     codes = _codes(weight)
     of_floats = torch.tensor(_E2M1, device=codes.device)
-    values = of_floats[codes.int() + 8] if weight.holds_floats else codes.float()
+    values = of_floats[codes.int() + 8] if weight.has_float_codes else codes.float()
     if weight.scales is not None:
         scale = _read_scales(weight, weight.scales).unflatten(2, (8, 2)).permute(1, 3, 2, 0).flatten(0, 2)[:rows]
         values = (values.unflatten(1, (-1, weight.group)) * scale[..., None]).flatten(1)
@@ -181,7 +181,7 @@ def join_refusal(first: PackedWeight, second: PackedWeight) -> str | None:
     return None
 
 
-def join(first: PackedWeight, second: PackedWeight) -> PackedWeight:
+def join_rows(first: PackedWeight, second: PackedWeight) -> PackedWeight:
     """Join packed weights [N1, K] and [N2, K] to one [N1 + N2, K], so that one launch computes both products.
 
     Raises:
@@ -239,7 +239,7 @@ def _planes(words: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor | None
 
 def _read_scales(weight: PackedWeight, scales: Tensor) -> Tensor:
     """Return a weight's group scales in float32, in their stored order."""
-    if not weight.holds_floats:
+    if not weight.has_float_codes:
         return scales.float()
     return scales.view(torch.float8_e4m3fn if weight.group == 16 else torch.float8_e8m0fnu).float()
 

@@ -16,7 +16,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.constexpr_function
-def unpack_program(bits, field, half):
+def make_unpack_ptx(bits, field, half):
     """Return PTX that unpacks a field of two words $1 to two codes $0, float16 if `half`, else bfloat16.
 
     For 6 bits, $2 are two bytes with the codes' high 2 bits.
@@ -35,23 +35,26 @@ def unpack_program(bits, field, half):
     else:
         base, addend, factor = 0x4300, 0xC300 | middle, 0x3F80
     mask = ((1 << width) - 1) << place
-    lines = [".reg .b32 t, h, c;", shift("t", "$1", place - width * field)]
+    lines = [".reg .b32 t, h, c;", make_shift_ptx("t", "$1", place - width * field)]
     if bits == 8 and not half:
         # The addend is -128 if the code's highest bit is set, else -256.
         lines += ["and.b32 c, t, 0x00800080;", "xor.b32 c, c, 0xC380C380;"]
         mask = 0x7F
     else:
-        lines += [f"mov.b32 c, {twice(addend)};"]
+        lines += [f"mov.b32 c, {repeat_half_word(addend)};"]
     # The lookup table 0xEA computes (a & b) | c.
-    lines += [f"lop3.b32 t, t, {twice(mask)}, {twice(base)}, 0xEA;"]
+    lines += [f"lop3.b32 t, t, {repeat_half_word(mask)}, {repeat_half_word(base)}, 0xEA;"]
     if bits == 6:
-        lines += [shift("h", "$2", 4 + place - 2 * field), f"lop3.b32 t, h, {twice(3 << (4 + place))}, t, 0xEA;"]
-    lines += [f"mov.b32 h, {twice(factor)};", f"fma.rn.{'f' if half else 'bf'}16x2 $0, t, h, c;"]
+        lines += [
+            make_shift_ptx("h", "$2", 4 + place - 2 * field),
+            f"lop3.b32 t, h, {repeat_half_word(3 << (4 + place))}, t, 0xEA;",
+        ]
+    lines += [f"mov.b32 h, {repeat_half_word(factor)};", f"fma.rn.{'f' if half else 'bf'}16x2 $0, t, h, c;"]
     return "{" + " ".join(lines) + "}"
 
 
 @triton.constexpr_function
-def float_program(field, half):
+def make_float_unpack_ptx(field, half):
     """Return PTX that unpacks a field of two words $1, E2M1 floats, to $0, float16 if `half`, else bfloat16.
 
     Their exponent and mantissa bits are moved to those of float16 or bfloat16, and a product corrects the exponent
@@ -59,23 +62,30 @@ def float_program(field, half):
     """
     # Position of the lowest mantissa bit, and the power of two that corrects the exponent bias.
     place, bias = (9, 0x7400) if half else (6, 0x7E80)
-    lines = [".reg .b32 t, h, c;", shift("h", "$1", place - 4 * field), f"and.b32 h, h, {twice(7 << place)};"]
-    lines += [shift("t", "$1", 12 - 4 * field), f"lop3.b32 t, t, 0x80008000, h, 0xEA; mov.b32 h, {twice(bias)};"]
+    lines = [
+        ".reg .b32 t, h, c;",
+        make_shift_ptx("h", "$1", place - 4 * field),
+        f"and.b32 h, h, {repeat_half_word(7 << place)};",
+    ]
+    lines += [
+        make_shift_ptx("t", "$1", 12 - 4 * field),
+        f"lop3.b32 t, t, 0x80008000, h, 0xEA; mov.b32 h, {repeat_half_word(bias)};",
+    ]
     lines += [f"mov.b32 c, 0x80008000; fma.rn.{'f' if half else 'bf'}16x2 $0, t, h, c;"]
     return "{" + " ".join(lines) + "}"
 
 
 @triton.constexpr_function
-def product_program(half):
+def make_product_ptx(half):
     """Return PTX for two products $0 = $1 · $2 of float16 if `half`, else bfloat16.
 
     It is an fma with -0, since Ampere has no bf16x2 product.
     """
-    return f"{{.reg .b32 c; mov.b32 c, {twice(0x8000)}; fma.rn.{'f' if half else 'bf'}16x2 $0, $1, $2, c;}}"
+    return f"{{.reg .b32 c; mov.b32 c, {repeat_half_word(0x8000)}; fma.rn.{'f' if half else 'bf'}16x2 $0, $1, $2, c;}}"
 
 
 @triton.constexpr_function
-def shift(target, source, left):
+def make_shift_ptx(target, source, left):
     """Return PTX that shifts a register left, or right where `left` is negative."""
     if left == 0:
         return f"mov.b32 {target}, {source};"
@@ -83,7 +93,7 @@ def shift(target, source, left):
 
 
 @triton.constexpr_function
-def twice(half_word):
+def repeat_half_word(half_word):
     """Return a PTX literal of 32 bits with these 16 bits in both halves."""
     return f"0x{half_word:04X}{half_word:04X}"
 
@@ -123,7 +133,7 @@ def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.c
         codes = (stored - (1 << (BITS - 1))).to(dtype)
     else:
         half: tl.constexpr = dtype == tl.float16
-        program: tl.constexpr = float_program(FIELD, half) if FLOATS else unpack_program(BITS, FIELD, half)
+        program: tl.constexpr = make_float_unpack_ptx(FIELD, half) if FLOATS else make_unpack_ptx(BITS, FIELD, half)
         # The number of operands must match the PTX.
         operands = [low, high] if BITS == 6 else [low]
         constraints: tl.constexpr = "=r,r,r" if BITS == 6 else "=r,r"
@@ -135,7 +145,7 @@ def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
-def read_scale(stored, GROUP: tl.constexpr, FLOATS: tl.constexpr):
+def decode_scale(stored, GROUP: tl.constexpr, FLOATS: tl.constexpr):
     """Convert a stored group scale to float32. If FLOATS it is a byte: e4m3 for groups of 16, else E8M0."""
     if not FLOATS:
         scale = stored.to(tl.float32)
@@ -153,7 +163,7 @@ def read_scale(stored, GROUP: tl.constexpr, FLOATS: tl.constexpr):
 @triton.jit
 def multiply(a, b):
     """Compute the elementwise product of half-precision tensors, two values per instruction."""
-    program: tl.constexpr = product_program(a.dtype == tl.float16)
+    program: tl.constexpr = make_product_ptx(a.dtype == tl.float16)
     if INTERPRETED:
         product = a * b
     elif a.dtype == tl.float16:
@@ -164,7 +174,7 @@ def multiply(a, b):
 
 
 @triton.jit
-def chunk_weights(
+def load_chunk(
     low, high, scales, block, blocks, chunk, chunks, K,
     dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     SPAN: tl.constexpr,
@@ -218,5 +228,5 @@ def _group_scales(
     lane = tl.arange(0, 64)
     at = scales + (block[:, None] * 16 + (lane // 8 * 2 + lane % 2)[None, :])
     scale = tl.load(at + tl.minimum(k, K - 1) // GROUP * blocks * 16, mask=(block < blocks)[:, None])
-    scale = read_scale(scale, GROUP, FLOATS).to(dtype) if FLOATS else scale
+    scale = decode_scale(scale, GROUP, FLOATS).to(dtype) if FLOATS else scale
     return scale.reshape(count, 32, 1, 2, 1).broadcast_to(count, 32, 2, 2, 2).reshape(count, 256)

@@ -11,15 +11,15 @@ from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.source import Source
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.fidelity.base_file import count_scored_positions, write_base
-from diffquant.measure.fidelity.sides import Distributions, Side, divergence
+from diffquant.measure.fidelity.sides import ComparedModel, Distributions, divergence
 from diffquant.quantization.roundings import rounding_named
 from diffquant.support.progress import Progress
 
-# Return type of `compare`.
+# Return type of `compare_distributions`.
 Compared = tuple[Tensor, Tensor, Tensor, int | None]
 
 
-def cut_chunks(sides: Sequence[Side], text: str, context: int) -> Tensor:
+def cut_chunks(sides: Sequence[ComparedModel], text: str, context: int) -> Tensor:
     """Return a text's tokens as N chunks of n tokens [N, n] that do not overlap; an incomplete last chunk is dropped.
 
     Args:
@@ -55,7 +55,9 @@ def cut_chunks(sides: Sequence[Side], text: str, context: int) -> Tensor:
     return torch.tensor(tokens[: count * context]).view(count, context)
 
 
-def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress) -> Compared:
+def compare_distributions(
+    reference: ComparedModel, candidate: ComparedModel, chunks: Tensor, progress: Progress
+) -> Compared:
     """Compare the next-token distributions of two models over the same N chunks of n tokens.
 
     The second half of each chunk is scored: P positions.
@@ -83,14 +85,14 @@ def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress
         _check_vocabularies((reference, p), (candidate, q))
         targets = chunk[first + 1 :]
         kl[number] = divergence(p, q)
-        is_same[number] = p.top == q.top
-        nll[0, number], nll[1, number] = -p.of(targets), -q.of(targets)
+        is_same[number] = p.top_tokens == q.top_tokens
+        nll[0, number], nll[1, number] = -p.log_probs_of(targets), -q.log_probs_of(targets)
         k = min((side.k for side in (p, q) if side.k is not None), default=None)
         progress(number + 1, count, "comparing")
     return kl, is_same, nll, k
 
 
-def _check_vocabularies(*predicted: tuple[Side, Distributions]) -> None:
+def _check_vocabularies(*predicted: tuple[ComparedModel, Distributions]) -> None:
     """Check that both models have the same vocabulary, as far as their outputs show.
 
     Raises:
@@ -104,7 +106,7 @@ def _check_vocabularies(*predicted: tuple[Side, Distributions]) -> None:
         raise UsageError(f"{', and '.join(said)}: only models with the same vocabulary can be compared")
 
 
-def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> None:
+def save_base_file(side: ComparedModel, chunks: Tensor, path: Path, progress: Progress) -> None:
     """Write a model's next-token distributions in the format of llama.cpp's `--kl-divergence-base`.
 
     Args:
@@ -128,11 +130,11 @@ def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> Non
     write_base(path, chunks, predictions())
 
 
-def _as_read(chunk: Tensor, side: Side) -> Tensor:
-    """Return a chunk with its first token replaced by the model's `first_token`, if the model has one."""
-    if side.first_token is None:
+def _as_read(chunk: Tensor, side: ComparedModel) -> Tensor:
+    """Return a chunk with its first token replaced by the model's `bos_token_id`, if the model has one."""
+    if side.bos_token_id is None:
         return chunk
-    return torch.cat([torch.tensor([side.first_token]), chunk[1:]])
+    return torch.cat([torch.tensor([side.bos_token_id]), chunk[1:]])
 
 
 def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
@@ -153,10 +155,10 @@ def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
         return f"the candidate was rounded by {rounding.get('name', 'nearest')}, which needs no calibration data"
     known = f"the candidate was rounded by {rounding['name']} over {count:,} tokens of a text with digest {digest}"
     try:
-        calibration = rounding_named(rounding["name"]).read_text(source, source.recipe.rounding)
+        calibration = rounding_named(rounding["name"]).read_calibration(source, source.recipe.rounding)
     except DiffQuantError:
         calibration = None
     if calibration is None or calibration.digest != digest:
         return f"{known}, which is not available, so it is unknown how much of that was scored"
-    count = calibration.overlap(scored)
+    count = calibration.count_overlap(scored)
     return f"{known}, which contains {count:,} of the {sum(map(len, scored)):,} scored tokens"

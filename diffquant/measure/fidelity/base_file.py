@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.measure.fidelity.sides import Distributions, Side
-from diffquant.support.files import check_plain, replacing
+from diffquant.measure.fidelity.sides import ComparedModel, Distributions
+from diffquant.support.files import check_regular_file, replace_atomically
 from diffquant.support.plain_data import JsonObject
 
 MAGIC = b"_logits_"
@@ -28,7 +28,7 @@ _RANGE = 16.0
 _LEVELS = 65535
 
 
-class BaseFile(Side):
+class BaseFile(ComparedModel):
     """A model that is given only as a file of its log-probabilities.
 
     Attributes:
@@ -47,7 +47,7 @@ class BaseFile(Side):
         Raises:
             CheckpointError: the file has another format, a damaged header, or is truncated.
         """
-        check_plain(path)
+        check_regular_file(path)
         with path.open("rb") as stream:
             head = stream.read(_HEAD.size)
         if len(head) < _HEAD.size or not head.startswith(MAGIC):
@@ -69,7 +69,7 @@ class BaseFile(Side):
     def name(self) -> str:
         return str(self.path)
 
-    def about(self) -> JsonObject:
+    def describe_model(self) -> JsonObject:
         return {"kind": "llama.cpp base file", "path": self.name}
 
     @cached_property
@@ -82,12 +82,12 @@ class BaseFile(Side):
         raise CheckpointError(f"{self.name} contains log-probabilities, but no tokenizer")
 
     @property
-    def first_token(self) -> None:
+    def bos_token_id(self) -> None:
         return None
 
-    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
+    def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
         rows, width = count_scored_positions(self.context), _row_width(self.vocabulary)
-        stored = np.fromfile(self.path, "<u2", rows * width, offset=self._start(number)).reshape(rows, width)
+        stored = np.fromfile(self.path, "<u2", rows * width, offset=self._start(chunk_index)).reshape(rows, width)
         scale, least = np.ascontiguousarray(stored[:, :4]).view("<f4").T.copy()
         codes = torch.from_numpy(stored[:, 4 : 4 + self.vocabulary].astype(np.float32))
         return Distributions(
@@ -116,7 +116,7 @@ def write_base(path: Path, tokens: Tensor, predictions: Iterator[Distributions])
         UsageError: the file cannot be written.
     """
     try:
-        with replacing(path) as temporary, temporary.open("wb") as stream:
+        with replace_atomically(path) as temporary, temporary.open("wb") as stream:
             for number, chunk in enumerate(predictions):
                 if number == 0:
                     stream.write(_HEAD.pack(MAGIC, tokens.shape[1], chunk.logs.shape[1], len(tokens)))

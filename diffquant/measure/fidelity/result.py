@@ -16,9 +16,9 @@ from diffquant.measure.fidelity import Compared
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.reports.tables import Table
 from diffquant.support.files import check_writable, write_atomically
-from diffquant.support.outputs import RunFiles, check_written_file
+from diffquant.support.outputs import RunFiles, check_output_file
 from diffquant.support.plain_data import JsonObject, replace_nonfinite
-from diffquant.support.terminal import Readable
+from diffquant.support.terminal import PrintableResult
 
 # Neighbouring chunks are correlated, so the intervals treat equal parts of the text as the observations.
 PARTS = 16
@@ -29,7 +29,7 @@ _QUANTILES = {"median": 0.5, "99 %": 0.99, "99.9 %": 0.999}
 
 
 @dataclass(frozen=True, repr=False)
-class Fidelity(Readable):
+class Fidelity(PrintableResult):
     """KL divergence and top-1 agreement of a candidate's next-token distributions with a reference's.
 
     Attributes:
@@ -56,7 +56,7 @@ class Fidelity(Readable):
     settings: JsonObject
 
     @classmethod
-    def of(
+    def from_compared(
         cls,
         compared: Compared,
         reference: JsonObject,
@@ -87,7 +87,7 @@ class Fidelity(Readable):
         head = f"KL({self.reference['name']} ‖ {self.candidate['name']})"
         return "\n".join([head, *self._table().text_lines(), *self.notes()])
 
-    def card(self) -> str:
+    def format_card_section(self) -> str:
         """Return the fidelity section of a model card: a heading, the table and the notes in Markdown."""
         head = f"## Fidelity\n\nKL divergence of the next token from `{self.reference['name']}`, over {self._read()}.\n"
         return "\n".join([head, *self._table().markdown(), "", *self.notes()]) + "\n"
@@ -181,14 +181,14 @@ def _quantiles(values: Tensor) -> dict[str, Difference]:
     }
 
 
-def count_parts(chunks: int) -> int:
+def count_interval_groups(chunks: int) -> int:
     """Return the number of parts into which a text's chunks are grouped; intervals treat each as one observation."""
     return min(PARTS, chunks)
 
 
 def _parts(values: Tensor) -> tuple[Tensor, ...]:
     """Split N chunks into consecutive parts of nearly equal size, one per observation."""
-    return values.tensor_split(count_parts(len(values)))
+    return values.tensor_split(count_interval_groups(len(values)))
 
 
 def _perplexity(nll: Tensor) -> float | None:
@@ -209,7 +209,7 @@ FILES = RunFiles(NUMBERS, frozenset({"reference", "candidate", "kl", "same_top_t
 
 
 def check_card(model: Path, dataset: str | None) -> None:
-    """Check in advance that `put_on_card` can write, and that diffquant wrote any hub entry that it would replace.
+    """Check in advance that `write_to_card` can write, and that diffquant wrote any hub entry that it would replace.
 
     Raises:
         OutputExistsError: a hub entry exists that diffquant did not write.
@@ -218,10 +218,10 @@ def check_card(model: Path, dataset: str | None) -> None:
     check_writable(model)
     entry = model / HUB
     if dataset:
-        check_written_file(entry, is_own=entry.is_file() and HUB_NOTES.encode() in entry.read_bytes())
+        check_output_file(entry, is_own=entry.is_file() and HUB_NOTES.encode() in entry.read_bytes())
 
 
-def put_on_card(result: Fidelity, model: Path, dataset: str | None) -> list[Path]:
+def write_to_card(result: Fidelity, model: Path, dataset: str | None) -> list[Path]:
     """Write the table into a model card, replacing an earlier table, and write a hub entry if `dataset` is given.
 
     Args:
@@ -233,7 +233,7 @@ def put_on_card(result: Fidelity, model: Path, dataset: str | None) -> list[Path
     """
     card, is_new = model / README, not (model / README).exists()
     kept = f"# {model.name}" if is_new else _SECTION.sub("", card.read_text(encoding="utf-8")).rstrip("\n")
-    write_atomically(card, f"{kept}\n\n{result.card()}")
+    write_atomically(card, f"{kept}\n\n{result.format_card_section()}")
     entry = _write_for_hub(result, model, dataset)
     # A card that already existed may not be diffquant's.
     add_to_record(model, [*([card] if is_new else []), *entry])
@@ -258,7 +258,7 @@ def write_fidelity(result: Fidelity, folder: Path, dataset: str | None) -> list[
     Returns:
         Paths of the written files.
     """
-    texts = {NUMBERS: result.to_json(), CARD: result.card()}
+    texts = {NUMBERS: result.to_json(), CARD: result.format_card_section()}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_atomically(folder / name, text)

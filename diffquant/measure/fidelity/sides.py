@@ -49,12 +49,12 @@ class Distributions:
     is_stored: bool = False
 
     @property
-    def top(self) -> Tensor:
+    def top_tokens(self) -> Tensor:
         """Top-1 token at each position, [P]."""
         top = self.logs.argmax(-1)
         return top if self.ids is None else self.ids.gather(1, top[:, None])[:, 0]
 
-    def of(self, tokens: Tensor) -> Tensor:
+    def log_probs_of(self, tokens: Tensor) -> Tensor:
         """Return the log-probability [P] of one token id [P] per position; NaN if it is unknown."""
         if self.ids is None:
             return self.logs.gather(1, tokens[:, None])[:, 0]
@@ -92,7 +92,7 @@ def _binned_divergence(p_logs: Tensor, q_logs: Tensor) -> Tensor:
     return known + torch.xlogy(p_rest, p_rest / q_rest)
 
 
-class Side(ABC):
+class ComparedModel(ABC):
     """One of the two models whose distributions are compared."""
 
     @property
@@ -101,7 +101,7 @@ class Side(ABC):
         """Name for messages and reports."""
 
     @abstractmethod
-    def about(self) -> JsonObject:
+    def describe_model(self) -> JsonObject:
         """Return what a result records about the model."""
 
     @property
@@ -110,30 +110,30 @@ class Side(ABC):
         return None
 
     @property
-    def longest(self) -> int | None:
+    def max_chunk_length(self) -> int | None:
         """Largest number of tokens in a chunk that the model can read, or None if unknown."""
         return None
 
     @abstractmethod
     def tokens(self, text: str) -> list[int]:
-        """Return a text's token ids, preceded by `first_token` if the model has one."""
+        """Return a text's token ids, preceded by `bos_token_id` if the model has one."""
 
     @property
     @abstractmethod
-    def first_token(self) -> int | None:
+    def bos_token_id(self) -> int | None:
         """Id of the BOS token that the tokenizer puts before every text, or None. It replaces a chunk's first token."""
 
     @abstractmethod
-    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:
+    def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:
         """Return the next-token distributions at positions `first` to n - 2 of a chunk.
 
         Args:
-            number: index of the chunk in the text.
-            ids: its token ids [n], the first one replaced by `first_token` if there is one.
+            chunk_index: index of the chunk in the text.
+            ids: its token ids [n], the first one replaced by `bos_token_id` if there is one.
         """
 
 
-class Model(Side):
+class LocalModel(ComparedModel):
     """A model that runs in this process.
 
     Args:
@@ -148,32 +148,32 @@ class Model(Side):
     def name(self) -> str:
         return str(self._path)
 
-    def about(self) -> JsonObject:
+    def describe_model(self) -> JsonObject:
         return self._about
 
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        ids = ids if self.first_token is None else [self.first_token, *ids]
+        ids = ids if self.bos_token_id is None else [self.bos_token_id, *ids]
         self._check(ids)
         return ids
 
     @cached_property
-    def first_token(self) -> int | None:
+    def bos_token_id(self) -> int | None:
         # Many tokenizers define a BOS token but do not put it before a text.
         bos, ids = self._model.tokenizer.bos_token_id, self._model.tokenizer.encode("a")
         return int(bos) if bos is not None and ids and ids[0] == bos else None
 
     def _check(self, ids: list[int]) -> None:
-        check_tokens(ids, self._model.vocabulary, self._model.tokenizer)
+        check_tokens(ids, self._model.vocabulary_size, self._model.tokenizer)
 
     @torch.inference_mode()
-    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:
+    def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:
         # The token ids may come from the other side, such as a base file.
         self._check(ids.tolist())
-        states = self._model.read(ids[None].to(self._model.device))[0][first:-1]
+        states = self._model.compute_outputs(ids[None].to(self._model.device))[0][first:-1]
         logits = states.float32_logits()
         if not logits.isfinite().all():
-            raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {number}; use --dtype float32")
+            raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {chunk_index}; use --dtype float32")
         return Distributions(logits.log_softmax(-1).cpu())
 
 
@@ -181,7 +181,7 @@ class Model(Side):
 _SECONDS = 600
 
 
-class Server(Side):
+class ServedModel(ComparedModel):
     """A model behind a server, which returns only the top-k tokens.
 
     Requests carry the key in VLLM_API_KEY if that is set; servers that `serve` starts require the same key.
@@ -199,11 +199,11 @@ class Server(Side):
     def name(self) -> str:
         return f"{self._model} at {self.address}"
 
-    def about(self) -> JsonObject:
+    def describe_model(self) -> JsonObject:
         return {"kind": "server", "address": self.address, "model": self._model, "top_k": self._k}
 
     @property
-    def longest(self) -> int | None:
+    def max_chunk_length(self) -> int | None:
         # The server always generates at least one token, for which the context needs space after the chunk.
         length = self._served.get("max_model_len")
         return None if length is None else int(length) - 1
@@ -214,11 +214,11 @@ class Server(Side):
         return tokens
 
     @cached_property
-    def first_token(self) -> int | None:
+    def bos_token_id(self) -> int | None:
         first = self.tokens("a")[0]
         return first if self.tokens("b")[0] == first else None
 
-    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
+    def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
         request = {"prompt": ids.tolist(), "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
         choice = self._post("/v1/completions", {"model": self._model, **request})["choices"][0]
         by_token = choice.get("prompt_logprobs")

@@ -79,7 +79,7 @@ class TaskFiles:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{self.yaml} refers to a file that cannot be read: {error}") from error
 
-    def unseen(self) -> list[str]:
+    def untracked_inputs(self) -> list[str]:
         """List inputs that are not on this machine, such as a dataset on the hub: changes to them are not noticed."""
         return self._data[1]
 

@@ -10,7 +10,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from diffquant.checkpoints.places import DeviceMap, Places
+from diffquant.checkpoints.places import DeviceMap, OffloadPlan
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.tokens import end_token
 from diffquant.errors import UsageError
@@ -40,12 +40,12 @@ class HarnessModel(LM):
         self.tokenizer = model.tokenizer
         self.batch_tokens = batch_tokens
         self.progress = progress
-        self.encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary)
+        self.encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary_size)
         self._device = model.device
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Return for each (context, continuation) its log-probability and whether greedy decoding would produce it."""
-        encoded = self.encoder.requests(request.args for request in requests)
+        encoded = self.encoder.encode_requests(request.args for request in requests)
         answers = score(self.model, encoded, self.batch_tokens, self.progress)
         self._store("loglikelihood", requests, answers)
         return answers
@@ -155,7 +155,7 @@ class DiffQuantLM(HarnessModel):
             UsageError: the batch size is not a number of 1 or more, or `load` raises it.
             CheckpointError: the checkpoint cannot be read.
         """
-        places = Places.of("auto", device_map, offload_folder)
+        places = OffloadPlan.of("auto", device_map, offload_folder)
         chosen = resolve_device(_device(device) if places is None else places.device)
         sequences = _sequences(batch_size)
         wanted = None if recipe is None else Recipe.parse(recipe)

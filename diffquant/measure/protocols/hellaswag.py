@@ -17,15 +17,15 @@ import torch
 
 from diffquant import data
 from diffquant.errors import UsageError
-from diffquant.measure.language_model import LanguageModel, Request, RequestEncoder, States, join_states
+from diffquant.measure.language_model import LanguageModel, ModelOutputs, Request, RequestEncoder, join_states
 from diffquant.measure.results import TaskResult
 from diffquant.measure.scoring import make_kl_meter, score
 from diffquant.measure.stats import mean_interval, standard_error
 from diffquant.measure.task import BATCH_TOKENS
-from diffquant.support.files import read_expanded
+from diffquant.support.files import read_decompressed
 from diffquant.support.names import first_few
-from diffquant.support.plain_data import is_text, parse_json
-from diffquant.support.progress import Progress, silent
+from diffquant.support.plain_data import is_encodable_text, parse_json
+from diffquant.support.progress import Progress, report_nothing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,8 +56,8 @@ def evaluate_hellaswag(
     model: LanguageModel,
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
-    reference: States | None = None,
+    progress: Progress = report_nothing,
+    reference: ModelOutputs | None = None,
 ) -> TaskResult:
     """Score every item zero-shot, without demonstrations.
 
@@ -69,7 +69,7 @@ def evaluate_hellaswag(
         per character of its right ending minus that of the likeliest wrong one, in nats; its KL is the mean
         KL(reference ‖ model) over the tokens of its right ending, in nats.
     """
-    requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
+    requests = _requests(model.tokenizer, model.max_length, model.vocabulary_size, tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
     watch, mean_kl = (None, None) if reference is None else make_kl_meter(reference, lengths)
     scores = iter(score(model, requests, batch_tokens, progress, watch))
@@ -108,17 +108,17 @@ def compute_reference(
     model: LanguageModel,
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
-) -> States:
+    progress: Progress = report_nothing,
+) -> ModelOutputs:
     """Compute a model's states at every token of the right endings, to compare other models with.
 
     People wrote only the right endings. The states of all endings would take four times the memory.
     """
-    requests = _requests(model.tokenizer, model.max_length, model.vocabulary, tuple(items))
+    requests = _requests(model.tokenizer, model.max_length, model.vocabulary_size, tuple(items))
     seen: list[int] = []
-    parts: list[States] = []
+    parts: list[ModelOutputs] = []
 
-    def keep(owners: Sequence[int], states: States) -> None:
+    def keep(owners: Sequence[int], states: ModelOutputs) -> None:
         seen.extend(owners)
         parts.append(states)
 
@@ -140,7 +140,7 @@ def _requests(
 ) -> Sequence[Request]:
     """Encode the request of each ending of each item; the last result is cached."""
     encoder = RequestEncoder(tokenizer, max_length, vocabulary)
-    return tuple(encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings))
+    return tuple(encoder.encode_requests((item.query, f" {ending}") for item in items for ending in item.endings))
 
 
 def load_items(path: Path | None = None, limit: int | None = None) -> list[HellaSwagItem]:
@@ -176,24 +176,24 @@ def parse_item(entry: object) -> HellaSwagItem:
     if not isinstance(entry, dict):
         raise UsageError(f"expected a JSON object, got {type(entry).__name__}")
     texts = ["query"] if "query" in entry else ["activity_label", "ctx_a", "ctx_b"]
-    missing = [name for name in texts if not is_text(entry.get(name))]
+    missing = [name for name in texts if not is_encodable_text(entry.get(name))]
     if missing:
         raise UsageError(f"needs text in {', '.join(missing)}")
     endings = entry.get("endings")
-    if not isinstance(endings, list) or len(endings) < 2 or not all(map(is_text, endings)):
+    if not isinstance(endings, list) or len(endings) < 2 or not all(map(is_encodable_text, endings)):
         raise UsageError("endings must be a list of two or more texts")
     # Prepared items hold what lm-eval scores, which may begin with a blank.
     if "query" in entry:
         query, choices = str(entry["query"]), tuple(endings)
     else:
-        query = preprocess(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
-        choices = tuple(map(preprocess, endings))
+        query = remove_markup(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
+        choices = tuple(map(remove_markup, endings))
     if not all(choices):
         raise UsageError("endings must be a list of two or more texts")
     return HellaSwagItem(query, choices, _parse_label(entry.get("label"), len(endings)))
 
 
-def preprocess(text: str) -> str:
+def remove_markup(text: str) -> str:
     """Remove markup of WikiHow texts, such as [title], as lm-eval does."""
     text = text.strip().replace(" [title]", ". ")
     return "\n".join(map(_without_brackets, text.split("\n"))).replace("  ", " ")
@@ -230,6 +230,6 @@ def _index_of_largest(values: Sequence[float]) -> int:
 def _read_lines(path: Path) -> list[str]:
     try:
         # JSON may hold any of the other characters that str.splitlines cuts at, such as U+2028.
-        return read_expanded(path).decode("utf-8-sig").split("\n")
+        return read_decompressed(path).decode("utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read items from {path}: {error}") from error

@@ -21,7 +21,7 @@ from diffquant.measure.language_model import LanguageModel, RequestEncoder
 from diffquant.measure.scoring import score
 from diffquant.measure.task import BATCH_TOKENS, NEEDLE_LENGTHS
 from diffquant.support.names import option_name
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,11 +94,11 @@ class NeedleItem:
     depth: float
     length: int
 
-    def requests(self) -> list[tuple[str, str]]:
+    def query_texts(self) -> list[tuple[str, str]]:
         """Return (prompt, continuation) of every queried city; a prompt holds the right answers to earlier queries."""
         texts, so_far = [], self.context
         for city, number in self.asked:
-            before, after = statement(city, number).split(f" {number}")
+            before, after = needle_sentence(city, number).split(f" {number}")
             texts.append((f"{so_far} {before}", f" {number}"))
             so_far += f" {before} {number}{after}"
         return texts
@@ -110,7 +110,7 @@ def evaluate_needle(
     plan: NeedlePlan,
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> tuple[list[NeedleItem], list[float]]:
     """Make the items of a plan with a model's tokenizer, and score the first `limit` of them.
 
@@ -121,16 +121,16 @@ def evaluate_needle(
         UsageError: a length exceeds the model's context, the text has too few usable sentences, or the needles do not
             fit.
     """
-    items = make_items_for(model, text, plan)[:limit]
-    encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary)
-    requests = encoder.requests(texts for item in items for texts in item.requests())
+    items = make_checked_items(model, text, plan)[:limit]
+    encoder = RequestEncoder(model.tokenizer, model.max_length, model.vocabulary_size)
+    requests = encoder.encode_requests(texts for item in items for texts in item.query_texts())
     scores = iter(score(model, requests, batch_tokens, progress))
     # Greedy decoding produces an answer if each of its tokens is the top-1 token after those before it.
     retrieved = [sum(next(scores)[1] for _ in item.asked) / len(item.asked) for item in items]
     return items, retrieved
 
 
-def by_place(items: Iterable[NeedleItem], retrieved: Iterable[float]) -> list[dict[str, float]]:
+def compute_accuracy_grid(items: Iterable[NeedleItem], retrieved: Iterable[float]) -> list[dict[str, float]]:
     """Compute the mean accuracy at each prompt length and depth, the grid of figure 5.
 
     Args:
@@ -145,7 +145,7 @@ def by_place(items: Iterable[NeedleItem], retrieved: Iterable[float]) -> list[di
     ]
 
 
-def make_items_for(model: LanguageModel, text: str, plan: NeedlePlan) -> list[NeedleItem]:
+def make_checked_items(model: LanguageModel, text: str, plan: NeedlePlan) -> list[NeedleItem]:
     """Check that a plan's prompts fit into a model's context, and make its items with the model's tokenizer.
 
     Raises:
@@ -170,7 +170,7 @@ def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan
     Raises:
         UsageError: the tokenizer can encode too few of the text's sentences, or the needles do not fit.
     """
-    known = spellable_sentences(tokenizer, text)
+    known = encodable_sentences(tokenizer, text)
     return [
         _make_item(tokenizer, known, plan, length, depth, sample)
         for sample in range(plan.samples)
@@ -180,13 +180,13 @@ def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan
 
 
 @lru_cache(maxsize=1)  # A sweep's next cell reads the same text.
-def spellable_sentences(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[tuple[str, int]]:
+def encodable_sentences(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[tuple[str, int]]:
     """Return a text's sentences in order with their token counts, without those that the tokenizer cannot encode.
 
     Raises:
         UsageError: too few are left.
     """
-    in_text = sentences(text)
+    in_text = split_sentences(text)
     encoded = tokenizer([f" {s}" for s in in_text], add_special_tokens=False)["input_ids"]
     known = [(s, len(ids)) for s, ids in zip(in_text, encoded, strict=True) if tokenizer.unk_token_id not in ids]
     if len(known) < _FEWEST_SENTENCES:
@@ -219,7 +219,7 @@ def _make_item(
     prose = _fill(tokenizer, [*known[first:], *known[:first]], length, asked, others)
     while True:
         item = NeedleItem(_assemble(prose, asked, others, depth, places), asked, depth, length)
-        prompt, answer = item.requests()[-1]
+        prompt, answer = item.query_texts()[-1]
         if len(tokenizer.encode(prompt + answer)) <= length:
             return item
         if not prose:
@@ -238,7 +238,7 @@ def _fill(
     others: Sequence[tuple[str, str]],
 ) -> list[str]:
     """Take sentences in order, as many as fit beside the needles and questions."""
-    statements = [statement(*needle) for needle in (*asked, *others, *asked)]
+    statements = [needle_sentence(*needle) for needle in (*asked, *others, *asked)]
     room = length - len(tokenizer.encode(" ".join(statements)))
     prose: list[str] = []
     for sentence, tokens in cycle(known):
@@ -259,12 +259,12 @@ def _draw_numbers(rng: random.Random, count: int) -> list[str]:
     return drawn
 
 
-def statement(city: str, number: str) -> str:
+def needle_sentence(city: str, number: str) -> str:
     """Return the needle: the sentence that states a city's magic number."""
     return f"The magic number for {city} is {number}."
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """Split a text into sentences, each on one line, with straight apostrophes."""
     return [s for s in _SENTENCE_END.split(" ".join(text.replace("’", "'").split())) if s]
 
@@ -287,7 +287,7 @@ def _assemble(
     placed: dict[int, list[str]] = {}
     for place, needle in [*zip(places, others, strict=True), *((depth, needle) for needle in asked)]:
         nearest = min(range(len(ends)), key=lambda end: abs(ends[end] - place * ends[-1]))
-        placed.setdefault(nearest, []).append(statement(*needle))
+        placed.setdefault(nearest, []).append(needle_sentence(*needle))
     parts = [*placed.get(0, [])]
     for number, sentence in enumerate(prose, 1):
         parts += [sentence, *placed.get(number, [])]

@@ -17,9 +17,9 @@ from diffquant.measure.cells import Cell
 from diffquant.measure.task import Task
 from diffquant.recipe import Recipe
 from diffquant.support.files import set_folder_aside
-from diffquant.support.installation import code_digest
+from diffquant.support.installation import result_version_digest
 from diffquant.support.plain_data import JsonObject
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 if TYPE_CHECKING:
     from diffquant.measure.sweep.subject import Subject
@@ -52,7 +52,7 @@ def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObjec
     Args:
         identity: result of `task.identity`, passed in because computing it may read a text.
     """
-    code = code_digest((__name__, *subject.modules(recipe), type(task).__module__))
+    code = result_version_digest((__name__, *subject.python_modules(recipe), type(task).__module__))
     return subject.key(recipe) | {"format": RESULT_FORMAT, "task": identity, "code": code}
 
 
@@ -63,7 +63,7 @@ def check_same_environment(run: Run) -> None:
         CheckpointError: some differ; the message names all of them.
     """
     # Cells with the same weights differ in the same entries.
-    one_each = {cell.weights: cell for cell in run.cells}.values()
+    one_each = {cell.weights_key: cell for cell in run.cells}.values()
     differing = {name for cell in one_each for name in _differences(run, cell)}
     if differing:
         raise CheckpointError(
@@ -95,7 +95,7 @@ class Worker:
         # The current model as planned, and this worker's copy of it.
         self._held: tuple[Subject, Subject] | None = None
 
-    def measure(self, number: int, is_patient: bool = False, progress: Progress = silent) -> bool:
+    def measure(self, number: int, is_patient: bool = False, progress: Progress = report_nothing) -> bool:
         """Measure a cell and write its result, or its error.
 
         Args:
@@ -117,7 +117,7 @@ class Worker:
                     self._measure(cell, progress)
                 return is_held
         except OSError:
-            check_folder(cell.folder)
+            check_cells_folder(cell.folder)
             raise
 
     def _measure(self, cell: Cell, progress: Progress) -> None:
@@ -128,7 +128,7 @@ class Worker:
                 self._held = None  # Memory may hold only one model.
                 self._held = planned, planned.copy_to(self.device)
             subject = self._held[1]
-            result = subject.measure(task, recipe, subject.reference(task, recipe, progress), progress)
+            result = subject.measure(task, recipe, subject.compute_reference(task, recipe, progress), progress)
         except Exception as error:  # No error of one cell may stop the others.
             first_line = str(error).split("\n", 1)[0] or type(error).__name__
             cell.write_failure(first_line, "".join(traceback.format_exception(error)).splitlines())
@@ -136,7 +136,7 @@ class Worker:
             cell.write(result)
 
 
-def measure_all(run: Run, progress: Progress = silent, device: str | None = None) -> None:
+def measure_all(run: Run, progress: Progress = report_nothing, device: str | None = None) -> None:
     """Measure a run's cells in this process; cells that other sweeps are measuring come last.
 
     Raises:
@@ -147,7 +147,7 @@ def measure_all(run: Run, progress: Progress = silent, device: str | None = None
     for is_patient in (False, True):
         held = []
         for number in left:
-            within = progress_within(progress, done, len(cells), cells[number].caption)
+            within = make_cell_progress(progress, done, len(cells), cells[number].caption)
             if worker.measure(number, is_patient, within):
                 done += 1
                 progress(done, len(cells), cells[number].caption)
@@ -156,7 +156,7 @@ def measure_all(run: Run, progress: Progress = silent, device: str | None = None
         left = held
 
 
-def check_folder(folder: Path) -> None:
+def check_cells_folder(folder: Path) -> None:
     """Check that the folder of a sweep's cells can be read.
 
     Raises:
@@ -183,7 +183,7 @@ def remove_locks(cells: Iterable[Cell]) -> None:
 def _lock(cell: Cell, is_patient: bool) -> Iterator[bool]:
     """Lock a cell and yield whether that succeeded. The system releases the lock of a process that dies."""
     # filelock would create a removed folder again.
-    check_folder(cell.folder)
+    check_cells_folder(cell.folder)
     set_folder_aside(cell.lock_path)
     if cell.lock_path.is_symlink():
         cell.lock_path.unlink(missing_ok=True)
@@ -207,7 +207,7 @@ def _lock(cell: Cell, is_patient: bool) -> Iterator[bool]:
         lock.release()
 
 
-def progress_within(progress: Progress, before: int, cells: int, caption: str) -> Progress:
+def make_cell_progress(progress: Progress, before: int, cells: int, caption: str) -> Progress:
     """Return a callback that reports the progress of one cell as progress of the sweep.
 
     Args:

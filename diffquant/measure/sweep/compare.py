@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffquant.errors import UsageError
-from diffquant.measure.cells import Point
+from diffquant.measure.cells import SweepPoint
 from diffquant.measure.comparison import (
     UNITS,
     Comparison,
     Outcome,
     compare_outcomes,
-    left_out,
+    list_left_out_measures,
     make_outcome,
     read_samples,
 )
@@ -21,14 +21,14 @@ from diffquant.reports.tables import align_columns
 from diffquant.support.files import find_file_or_xz
 from diffquant.support.names import first_few
 from diffquant.support.plain_data import JsonObject, replace_nonfinite
-from diffquant.support.terminal import Readable
+from diffquant.support.terminal import PrintableResult
 
 # Most items that the text names for each kind of flip.
 _NAMED_ITEMS = 20
 
 
 @dataclass(frozen=True, repr=False)
-class ComparisonReport(Readable):
+class ComparisonReport(PrintableResult):
     """The comparison of everything that two sources have in common.
 
     Attributes:
@@ -60,7 +60,8 @@ class ComparisonReport(Readable):
                 "difference": comparison.difference.mean,
                 "low": replace_nonfinite(comparison.difference.low),
                 "high": replace_nonfinite(comparison.difference.high),
-                **{name: getattr(comparison, name) for name in ("p", "gained", "lost")},
+                "p": comparison.p_value,
+                **{name: getattr(comparison, name) for name in ("gained", "lost")},
             }
             for comparison in self.comparisons
         ]
@@ -105,8 +106,8 @@ def _texts(comparison: Comparison) -> list[str]:
         format(before, form),
         format(after, form),
         f"{mean:+{form}}{bounds}",
-        "-" if comparison.p is None else f"{comparison.p:.2g}",
-        "-" if comparison.p is None else f"+{len(comparison.gained or ())} -{len(comparison.lost or ())}",
+        "-" if comparison.p_value is None else f"{comparison.p_value:.2g}",
+        "-" if comparison.p_value is None else f"+{len(comparison.gained or ())} -{len(comparison.lost or ())}",
     ]
 
 
@@ -153,7 +154,7 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
     for pair in pairs:
         try:
             comparisons += compare_outcomes(*pair)
-            without += left_out(*pair)
+            without += list_left_out_measures(*pair)
         except UsageError as error:
             without.append(str(error))
     # The same reason may hold for all configurations.
@@ -226,11 +227,11 @@ def _match_names(before: list[_Named], after: list[_Named]) -> list[list[Outcome
     ]
 
 
-def _configuration(point: Point) -> str:
-    return " ".join(filter(None, (point.target, point.scheme)))
+def _configuration(point: SweepPoint) -> str:
+    return " ".join(filter(None, (point.target, point.scheme_text)))
 
 
-def _point_name(point: Point, names: dict[Path, str]) -> str:
+def _point_name(point: SweepPoint, names: dict[Path, str]) -> str:
     return f"{names[point.model]} {_configuration(point)}"
 
 

@@ -1,7 +1,7 @@
-"""Engines: where a sweep's cells are measured. To add one, write its function and choose it in `choose_engine`.
+"""Engines: where a sweep's cells are measured. To add one, write its function and choose it in `choose_executor`.
 
 There are this process, processes on this machine (workers.py) and actors of a Ray cluster (ray_cluster.py). An engine
-whose workers are elsewhere starts each as a `Remote` and gives it cells with `share`, both of workers.py.
+whose workers are elsewhere starts each as a `RemoteWorker` and gives it cells with `share`, both of workers.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ Raises:
 """
 
 
-def choose_engine(
-    options: SweepOptions, workers: int | None, devices: Sequence[str], ray: str | None, say: Callable[[str], None]
+def choose_executor(
+    options: SweepOptions, workers: int | None, devices: Sequence[str], ray: str | None, log: Callable[[str], None]
 ) -> tuple[SweepOptions, Engine]:
     """Choose the processes that measure (this one, several, or a Ray cluster), and set the device in the options.
 
@@ -60,7 +60,7 @@ def choose_engine(
         require_ray()
         return options, partial(run_on_ray, address=ray, workers=workers)
     if not several:
-        return options, partial(run_processes, workers=workers or 1, say=say)
+        return options, partial(run_processes, workers=workers or 1, say=log)
     from diffquant.support.devices import check_device  # which imports torch
 
     for device in devices:
@@ -71,5 +71,5 @@ def choose_engine(
             f"{option_name('device', ','.join(devices))} are of different kinds, whose results differ; give "
             "devices of one kind"
         )
-    processes = partial(run_processes, workers=workers or len(devices), devices=devices, say=say)
+    processes = partial(run_processes, workers=workers or len(devices), devices=devices, say=log)
     return replace(options, device=kinds.pop()), processes

@@ -10,11 +10,11 @@ import torch
 
 from diffquant.checkpoints.source import FilesState, Source, stat_files
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.measure.cells import EXPORTED, Point
-from diffquant.measure.language_model import LanguageModel, States
+from diffquant.measure.cells import EXPORTED, SweepPoint
+from diffquant.measure.language_model import LanguageModel, ModelOutputs
 from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.subject import CheckpointSubject, run_key, run_timed
+from diffquant.measure.sweep.subject import CheckpointSubject, run_timed, settings_key
 from diffquant.measure.task import Task
 from diffquant.recipe import Recipe
 from diffquant.support.digests import FileDigests
@@ -24,7 +24,7 @@ from diffquant.support.progress import Progress
 
 
 @dataclass(frozen=True)
-class ExportedModel:
+class ExportedDescription:
     """The description of an exported folder that a sweep measures.
 
     Attributes:
@@ -53,7 +53,7 @@ class Runtime(Protocol):
 
     batch_tokens: int
 
-    def describe(self, folder: Path, device: str) -> ExportedModel:
+    def describe(self, folder: Path, device: str) -> ExportedDescription:
         """Describe a folder for a sweep on a device; "auto" lets the runtime choose one.
 
         Raises:
@@ -83,13 +83,15 @@ class ExportedSubject:
     runtime: Runtime
     device: str
     state: FilesState
-    model: ExportedModel
+    model: ExportedDescription
     dtype: torch.dtype
     computing_device: str
     compared_with: CheckpointSubject | None = None
 
     @classmethod
-    def of(cls, folder: Path, runtime: Runtime, device: str, dtype: torch.dtype, computing_device: str) -> Self:
+    def from_folder(
+        cls, folder: Path, runtime: Runtime, device: str, dtype: torch.dtype, computing_device: str
+    ) -> Self:
         """Make the subject of a folder, reading its description now.
 
         Raises:
@@ -99,17 +101,17 @@ class ExportedSubject:
         return cls(folder, runtime, device, state, runtime.describe(folder, device), dtype, computing_device)
 
     @property
-    def held_bytes(self) -> int:
-        return self.model.weight_bytes + (self.compared_with.held_bytes if self.compared_with else 0)
+    def peak_weight_bytes(self) -> int:
+        return self.model.weight_bytes + (self.compared_with.peak_weight_bytes if self.compared_with else 0)
 
     def key(self, recipe: Recipe) -> JsonObject:  # noqa: ARG002
         baseline = self.compared_with
         compared = {"compared_with": baseline.source.fingerprint if baseline else None}
-        run = run_key(self.dtype, self.computing_device) | (baseline.backend_key if baseline else {})
+        run = settings_key(self.dtype, self.computing_device) | (baseline.backend_key if baseline else {})
         return {"model": self.model.identity} | compared | run
 
-    def modules(self, recipe: Recipe) -> tuple[str, ...]:
-        compared = self.compared_with.modules(recipe) if self.compared_with else ()
+    def python_modules(self, recipe: Recipe) -> tuple[str, ...]:
+        compared = self.compared_with.python_modules(recipe) if self.compared_with else ()
         return (type(self.runtime).__module__, *compared)
 
     def copy_to(self, device: str | None) -> "ExportedSubject":
@@ -117,10 +119,16 @@ class ExportedSubject:
         device, computing_device = device or self.device, device or self.computing_device
         return replace(self, compared_with=compared, device=device, computing_device=computing_device)
 
-    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:  # noqa: ARG002
-        return self.compared_with.reference(task, None, progress) if self.compared_with else None
+    def compute_reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> ModelOutputs | None:  # noqa: ARG002
+        return self.compared_with.compute_reference(task, None, progress) if self.compared_with else None
 
-    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:  # noqa: ARG002
+    def measure(
+        self,
+        task: Task,
+        recipe: Recipe | None,  # noqa: ARG002
+        reference: ModelOutputs | None,
+        progress: Progress,
+    ) -> TaskResult:
         # Each sequence runs alone, so the task's batch size only bounds memory.
         bounded = task.with_batch_tokens(self.runtime.batch_tokens)
         result = run_timed(bounded, self._opened, reference, progress)
@@ -166,22 +174,24 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
         )
 
 
-def make_exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
+def make_exported_points(
+    exported: Mapping[Path, ExportedDescription], sources: Mapping[Path, Source]
+) -> list[SweepPoint]:
     """Make one configuration per exported folder, compared with its checkpoint if that is in the sweep."""
     if not exported:
         return []
 
     @cache
     def weights_of(path: Path, algorithm: str) -> frozenset[str]:
-        return FileDigests.of(sources[path].checkpoint.weight_files(), algorithm).contents
+        return FileDigests.compute(sources[path].checkpoint.weight_files(), algorithm).digest_set
 
-    def checkpoint_of(model: ExportedModel) -> Path | None:
+    def checkpoint_of(model: ExportedDescription) -> Path | None:
         origins = ((path, files) for path in sources for files in model.sources)
         return next(
-            (path for path, made_of in origins if weights_of(path, made_of.algorithm) == made_of.contents), None
+            (path for path, made_of in origins if weights_of(path, made_of.algorithm) == made_of.digest_set), None
         )
 
     return [
-        Point(folder, EXPORTED, model.bits, model.scheme, Recipe(), checkpoint_of(model))
+        SweepPoint(folder, EXPORTED, model.bits, model.scheme, Recipe(), checkpoint_of(model))
         for folder, model in exported.items()
     ]

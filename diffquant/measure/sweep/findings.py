@@ -11,13 +11,21 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from diffquant.measure.cells import Point
+from diffquant.measure.cells import SweepPoint
 from diffquant.measure.results import MISSING, POINTS, format_kl
 from diffquant.measure.stats import Difference
 from diffquant.measure.sweep.result import SweepResult
-from diffquant.measure.tasks import kind_of
+from diffquant.measure.tasks import task_class_named
 from diffquant.reports.page import Drawing, Key
-from diffquant.reports.plots import Interval, Tips, draw_intervals, drawing, legend_entry, plain_log_scale, tidy
+from diffquant.reports.plots import (
+    IntervalPoint,
+    Tips,
+    draw_intervals,
+    draw_panel,
+    legend_entry,
+    set_log_scale,
+    style_axis,
+)
 from diffquant.reports.tables import Table
 
 # The size that is shown for each target, with its unit.
@@ -28,7 +36,7 @@ SMALL_KL = 0.05
 
 
 @dataclass(frozen=True)
-class Sized:
+class SizedPoint:
     """A configuration's size and its KL from 16 bits.
 
     Attributes:
@@ -39,7 +47,7 @@ class Sized:
     """
 
     model: str
-    point: Point
+    point: SweepPoint
     task: str
     size: float
     kl: Difference
@@ -53,7 +61,7 @@ class Sized:
         return f"{self.size:.1f} MB" if self.point.target == "weights" else f"{self.size:.2f} kB/token"
 
     @property
-    def tip(self) -> str:
+    def tooltip(self) -> str:
         text = f"{self.series}, {self.point.bits} bits: {self.size:.4g}, KL {self.kl.mean:.3g}"
         return f"{text} [{self.kl.low:.3g}, {self.kl.high:.3g}]"
 
@@ -62,12 +70,11 @@ class Sized:
         target = self.point.target
         output = f"{self.model}-{target}{self.point.bits}"
         rounding = " --rounding nearest" if target == "weights" else ""
-        return (
-            f"diffquant quantize {shlex.quote(path)} -o {shlex.quote(output)} --{target} {self.point.scheme}{rounding}"
-        )
+        scheme = f"--{target} {self.point.scheme_text}"
+        return f"diffquant quantize {shlex.quote(path)} -o {shlex.quote(output)} {scheme}{rounding}"
 
 
-def list_sizes(sweep: SweepResult) -> list[Sized]:
+def list_sizes(sweep: SweepResult) -> list[SizedPoint]:
     """List the configurations with quantized weights or caches whose KL was measured, in the table's order."""
     found = []
     for point, task in product(sweep.points, sweep.tasks):
@@ -76,11 +83,11 @@ def list_sizes(sweep: SweepResult) -> list[Sized]:
             continue
         is_weights = point.target == "weights"
         size = (sizes.weight_bytes or 0) / 1e6 if is_weights else (sizes.kv_bytes or 0) / 1e3
-        found.append(Sized(sweep.names[point.model], point, task, size, kl))
+        found.append(SizedPoint(sweep.names[point.model], point, task, size, kl))
     return found
 
 
-def recommendations(found: Sequence[Sized], path_of: Mapping[str, str]) -> tuple[Table, dict[str, str]]:
+def recommend_smallest(found: Sequence[SizedPoint], path_of: Mapping[str, str]) -> tuple[Table, dict[str, str]]:
     """Recommend the smallest configuration with a small KL for each model, target and task.
 
     If a KL has an interval, its upper end has to be small.
@@ -100,39 +107,39 @@ def recommendations(found: Sequence[Sized], path_of: Mapping[str, str]) -> tuple
             lines.append([model, target, task, "16", MISSING, MISSING])
             continue
         best = min(small, key=lambda each: (each.size, each.kl.mean))
-        lines.append([model, target, task, best.point.scheme, best.size_text, format_kl(best.kl)])
+        lines.append([model, target, task, best.point.scheme_text, best.size_text, format_kl(best.kl)])
         if model in path_of:
-            commands[f"{model}, {target} {best.point.scheme}"] = best.command(path_of[model])
+            commands[f"{model}, {target} {best.point.scheme_text}"] = best.command(path_of[model])
     return Table(["model", "target", "by", "take", "stored", "KL"], lines, names=4), commands
 
 
-def draw_size_charts(found: Sequence[Sized]) -> tuple[list[Drawing], list[Key]]:
+def draw_size_charts(found: Sequence[SizedPoint]) -> tuple[list[Drawing], list[Key]]:
     """Draw a chart per task and target with a line per model and granularity; also return the legend."""
     series = list(dict.fromkeys(each.series for each in found))
     drawings = []
     for task, target in dict.fromkeys((each.task, each.point.target) for each in found):
         mine = [each for each in found if (each.task, each.point.target) == (task, target)]
         title = f"{task}: {target}"
-        drawings.append(drawing((4.6, 3.2), partial(_draw_sizes, mine, series), f"{title}, size against KL", title))
+        drawings.append(draw_panel((4.6, 3.2), partial(_draw_sizes, mine, series), f"{title}, size against KL", title))
     return drawings, [legend_entry(number, name) for number, name in enumerate(series)]
 
 
-def _draw_sizes(mine: Sequence[Sized], series: Sequence[str], axis: Any, tips: Tips) -> None:
+def _draw_sizes(mine: Sequence[SizedPoint], series: Sequence[str], axis: Any, tips: Tips) -> None:
     for name in dict.fromkeys(each.series for each in mine):
         line = sorted((each for each in mine if each.series == name), key=lambda each: each.size)
-        drawn = [(each, each.kl.drawn) for each in line]
-        points = [Interval(each.size, kl.mean, kl.low, kl.high, each.tip) for each, kl in drawn]
+        drawn = [(each, each.kl.plottable) for each in line]
+        points = [IntervalPoint(each.size, kl.mean, kl.low, kl.high, each.tooltip) for each, kl in drawn]
         draw_intervals(axis, points, series.index(name), tips)
-    if all(each.kl.drawn.low > 0 for each in mine):
-        plain_log_scale(axis)
+    if all(each.kl.plottable.low > 0 for each in mine):
+        set_log_scale(axis)
     axis.set_xlabel(_STORED[mine[0].point.target])
     axis.set_ylabel("KL from 16 bits, nats")
-    tidy(axis)
+    style_axis(axis)
 
 
-def kl_of(sweep: SweepResult, point: Point, task: str) -> Difference | None:
+def kl_of(sweep: SweepResult, point: SweepPoint, task: str) -> Difference | None:
     """Return a configuration's KL from 16 bits, or None if the task does not measure it."""
-    metric = next((change for change in kind_of(task).columns.changes if change.is_log), None)
+    metric = next((change for change in task_class_named(task).columns.change_metrics if change.is_log), None)
     return metric.of(*sweep.result_and_baseline(point, task)) if metric else None
 
 
@@ -140,21 +147,21 @@ def kl_of(sweep: SweepResult, point: Point, task: str) -> Difference | None:
 _SETTLED = 1.0
 
 
-def headline(sweep: SweepResult) -> list[str]:
+def summarize_findings(sweep: SweepResult) -> list[str]:
     """Summarize a sweep in a sentence or two per task; failures first."""
-    sentences = [f"{len(sweep.failed)} of {len(sweep.cells)} cells failed."] if sweep.failed else []
+    sentences = [f"{len(sweep.failed_cells)} of {len(sweep.cells)} cells failed."] if sweep.failed_cells else []
     for task in sweep.tasks:
         changes = _leading_changes(sweep, task)
         if changes:
-            tell = _summarize_items if kind_of(task).columns.by_item else _summarize_text
+            tell = _summarize_items if task_class_named(task).columns.by_item else _summarize_text
             sentences.append(f"{task}: {tell(sweep, task, changes)}")
     return sentences or ["Nothing here is compared with 16 bits."]
 
 
-def _leading_changes(sweep: SweepResult, task: str) -> list[tuple[Point, Difference]]:
+def _leading_changes(sweep: SweepResult, task: str) -> list[tuple[SweepPoint, Difference]]:
     """Return changes from 16 bits by the first measure with data; in tasks scored by item, it must have a sign."""
-    columns = kind_of(task).columns
-    for change in columns.changes:
+    columns = task_class_named(task).columns
+    for change in columns.change_metrics:
         if columns.by_item and change.is_log:
             continue
         measured = [(point, change.of(*sweep.result_and_baseline(point, task))) for point in sweep.points]
@@ -163,7 +170,7 @@ def _leading_changes(sweep: SweepResult, task: str) -> list[tuple[Point, Differe
     return []
 
 
-def _summarize_items(sweep: SweepResult, task: str, changes: Sequence[tuple[Point, Difference]]) -> str:
+def _summarize_items(sweep: SweepResult, task: str, changes: Sequence[tuple[SweepPoint, Difference]]) -> str:
     if all(math.isinf(drawn.low) for _, drawn in changes):
         return "one item cannot show a loss."
     worst, _ = min(changes, key=lambda change: change[1].mean)
@@ -179,7 +186,7 @@ def _summarize_items(sweep: SweepResult, task: str, changes: Sequence[tuple[Poin
     return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
 
 
-def _explain_resolution(sweep: SweepResult, task: str, changes: Sequence[tuple[Point, Difference]]) -> str | None:
+def _explain_resolution(sweep: SweepResult, task: str, changes: Sequence[tuple[SweepPoint, Difference]]) -> str | None:
     """State which loss too few items cannot show, and what KL shows; return None if the items suffice."""
     points = [drawn for point, _ in changes if (drawn := POINTS.of(*sweep.result_and_baseline(point, task)))]
     if all(drawn.low >= -_SETTLED for drawn in points):
@@ -199,17 +206,18 @@ def _explain_resolution(sweep: SweepResult, task: str, changes: Sequence[tuple[P
     )
 
 
-def _summarize_text(sweep: SweepResult, task: str, changes: Sequence[tuple[Point, Difference]]) -> str:
+def _summarize_text(sweep: SweepResult, task: str, changes: Sequence[tuple[SweepPoint, Difference]]) -> str:
     # A change in nats has a sign, and a large gain is a large change.
     ordered = sorted(changes, key=lambda change: abs(change[1].mean))
     least, most = (_describe(sweep, point, task) for point, _ in (ordered[0], ordered[-1]))
     return f"{most}." if len(ordered) == 1 else f"the smallest change is that of {least}; the largest that of {most}."
 
 
-def _describe(sweep: SweepResult, point: Point, task: str) -> str:
+def _describe(sweep: SweepResult, point: SweepPoint, task: str) -> str:
     """Return a configuration's name and all of its measured changes, in words."""
     known = [
-        (change.words, change.of(*sweep.result_and_baseline(point, task))) for change in kind_of(task).columns.changes
+        (change.words, change.of(*sweep.result_and_baseline(point, task)))
+        for change in task_class_named(task).columns.change_metrics
     ]
     texts = [words(drawn) for words, drawn in known if words and drawn]
     return ", ".join([f"{sweep.names[point.model]} at {point.label}", *texts])

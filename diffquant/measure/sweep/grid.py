@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffquant.checkpoints.places import DeviceMap, Places
+from diffquant.checkpoints.places import DeviceMap, OffloadPlan
 from diffquant.errors import UsageError
-from diffquant.measure.cells import RECIPE, Point
+from diffquant.measure.cells import RECIPE, SweepPoint
 from diffquant.measure.task import batch_tokens_on
 from diffquant.measure.tasks import check_options, task_kinds, task_options
 from diffquant.recipe import Recipe
@@ -75,30 +75,30 @@ class SweepOptions:
         if wrong:
             raise UsageError("; ".join(wrong))
         check_options(self.task_options)
-        _ = self.places
+        _ = self.device_placement
 
     @property
-    def places(self) -> Places | None:
+    def device_placement(self) -> OffloadPlan | None:
         """Devices and memories that models are spread over, or None if each model is on one device."""
-        return Places.of(self.device, self.device_map, self.offload_folder)
+        return OffloadPlan.of(self.device, self.device_map, self.offload_folder)
 
     @property
     def computing_device(self) -> str:
         """Name of the device that computes, or "auto" if it is chosen later."""
-        return self.device if self.places is None else self.places.device
+        return self.device if self.device_placement is None else self.device_placement.device
 
-    def pass_tokens(self, device: str) -> int:
+    def batch_tokens_for(self, device: str) -> int:
         """Return the largest number of tokens per pass, by default one that suits the device."""
         return batch_tokens_on(device) if self.batch_tokens is None else self.batch_tokens
 
     def to_dict(self) -> JsonObject:
         """Return every option as plain data, including those of the tasks."""
         fields = {name: value for name, value in vars(self).items() if name != "task_options"}
-        fields |= {option.name: option.of(self.task_options) for option in task_options()}
+        fields |= {option.name: option.value_in(self.task_options) for option in task_options()}
         return {name: _plain_value(value) for name, value in fields.items()}
 
 
-def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
+def list_points(models: Sequence[Path], options: SweepOptions) -> list[SweepPoint]:
     """List every configuration to measure: for each model 16 bits, then each target from the widest bits down.
 
     Raises:
@@ -117,14 +117,14 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
     return [point for model in models for point in _points_of(model, widths, options)]
 
 
-def _points_of(model: Path, widths: list[int], options: SweepOptions) -> Iterator[Point]:
-    yield Point(model, "", 16, "", Recipe(), model)
+def _points_of(model: Path, widths: list[int], options: SweepOptions) -> Iterator[SweepPoint]:
+    yield SweepPoint(model, "", 16, "", Recipe(), model)
     for target in dict.fromkeys(options.targets):
         for granularity in _granularities_of(target, options):
             for bits in widths:
-                yield Point(model, target, bits, granularity, _recipe(target, bits, granularity), model)
+                yield SweepPoint(model, target, bits, granularity, _recipe(target, bits, granularity), model)
     for path in options.recipes:
-        yield Point(model, RECIPE, 0, path.stem, Recipe.read(path), model)
+        yield SweepPoint(model, RECIPE, 0, path.stem, Recipe.read(path), model)
 
 
 def _recipe(target: str, bits: int, granularity: str) -> Recipe:

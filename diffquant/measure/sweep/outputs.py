@@ -4,17 +4,23 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from diffquant.measure.sweep.findings import SMALL_KL, draw_size_charts, headline, list_sizes, recommendations
-from diffquant.measure.sweep.plot import Band, bands, charts, explain_bars, plot
+from diffquant.measure.sweep.findings import (
+    SMALL_KL,
+    draw_size_charts,
+    list_sizes,
+    recommend_smallest,
+    summarize_findings,
+)
+from diffquant.measure.sweep.plot import PanelRow, draw_panels, explain_bars, list_panel_rows, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
-from diffquant.reports.page import Block, Charts, Items, Report, Section, facts, write_run
+from diffquant.reports.page import Block, Charts, Report, Section, TextList, format_settings, write_run
 from diffquant.reports.plots import legend_entry
 from diffquant.reports.tables import Table
 from diffquant.support.outputs import RunFiles
 
 
-def run_files() -> RunFiles:
+def sweep_files() -> RunFiles:
     """Return the names of a sweep's files except its cells, including its tasks' plots."""
     plots = (name for kind in task_kinds() for name in kind.plots)
     return RunFiles("sweep.json", frozenset({"settings", "cells"}), ("table.csv", "report.html", "plot.png", *plots))
@@ -39,7 +45,7 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
         name: name of the run.
         files: names of files in the same folder, to link to.
     """
-    drawn = bands(sweep)
+    drawn = list_panel_rows(sweep)
     sections = [
         *_failures_section(sweep),
         *_sizes_sections(sweep),
@@ -50,7 +56,7 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
     ]
     models = list(sweep.names.values())
     name += f": {', '.join(models) if len(models) <= 3 else f'{len(models)} models'}"
-    return Report("sweep", name, headline(sweep), sweep.settings["date"], sections, files)
+    return Report("sweep", name, summarize_findings(sweep), sweep.settings["date"], sections, files)
 
 
 def _sizes_sections(sweep: SweepResult) -> list[Section]:
@@ -62,7 +68,7 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
     packed = {path for path in sweep.settings["quantized"] if not path.lower().endswith(".gguf")}
     path_of = {name: str(model) for model, name in sweep.names.items() if str(model) not in packed}
     drawings, keys = draw_size_charts(found)
-    table, commands = recommendations(found, path_of)
+    table, commands = recommend_smallest(found, path_of)
     rule = (
         f"The table has each model's smallest configuration whose KL from 16 bits is below {SMALL_KL} nats, or 16 bits "
         "if there is none. If a KL has a 95 % interval, its upper end counts. In the drawings lower and further left "
@@ -71,7 +77,7 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
     return [Section("Which to take", [table, commands, Charts(drawings, keys), rule])]
 
 
-def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
+def _charts_sections(drawn: Sequence[PanelRow]) -> list[Section]:
     """Make a section per task: its change from 16 bits, and below that its scores."""
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
     keys = [legend_entry(number, model) for number, model in enumerate(models)]
@@ -81,16 +87,16 @@ def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
         blocks: list[Block] = []
         for band in mine:
             legend, label = keys if band is mine[0] else (), band.metric.label
-            blocks.append(Section(label[0].upper() + label[1:], [Charts(charts(band, models), legend)]))
+            blocks.append(Section(label[0].upper() + label[1:], [Charts(draw_panels(band, models), legend)]))
         sections.append(Section(task, [*blocks, f"{explain_bars(mine).capitalize()}."]))
     return sections
 
 
 def _failures_section(sweep: SweepResult) -> list[Section]:
-    if not sweep.failed:
+    if not sweep.failed_cells:
         return []
-    reasons = [f"{sweep.caption(cell)}: {cell.error}" for cell in sweep.failed]
-    return [Section(f"{len(sweep.failed)} of {len(sweep.cells)} cells failed", [Items(reasons, errors=True)])]
+    reasons = [f"{sweep.caption(cell)}: {cell.error}" for cell in sweep.failed_cells]
+    return [Section(f"{len(sweep.failed_cells)} of {len(sweep.cells)} cells failed", [TextList(reasons, errors=True)])]
 
 
 def _logits_section(sweep: SweepResult) -> list[Section]:
@@ -140,4 +146,4 @@ def _settings_facts(sweep: SweepResult) -> dict[str, str]:
     flat |= {f"SHA-256 of {names.get(Path(path), path)}": digest for path, digest in settings["models"].items()}
     flat["dtype"] = settings["dtype"]
     flat["commit"] = settings.get("commit") or "not recorded"
-    return facts(flat)
+    return format_settings(flat)

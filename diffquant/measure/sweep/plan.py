@@ -14,7 +14,7 @@ from diffquant.checkpoints.ranges import check_ranges_used, read_any_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.call import dtype_name
-from diffquant.measure.cells import RECIPE, Cell, Point
+from diffquant.measure.cells import RECIPE, Cell, SweepPoint
 from diffquant.measure.sweep.cell import Run, cell_key
 from diffquant.measure.sweep.exported import (
     ExportedSubject,
@@ -23,15 +23,15 @@ from diffquant.measure.sweep.exported import (
     check_on_one_device,
     make_exported_points,
 )
-from diffquant.measure.sweep.grid import OWN, SweepOptions, points
+from diffquant.measure.sweep.grid import OWN, SweepOptions, list_points
 from diffquant.measure.sweep.subject import CheckpointSubject, Subject
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.support.devices import measure_seconds_per_product, resolve_device, resolve_dtype
+from diffquant.support.devices import measure_seconds_per_weight, resolve_device, resolve_dtype
 from diffquant.support.files import read_bytes
-from diffquant.support.installation import versions_of_run
+from diffquant.support.installation import list_compute_versions
 from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject, parse_json
 from diffquant.support.progress import format_duration
@@ -59,16 +59,17 @@ def plan_sweep(
     runtimes = {model: runtime for model, runtime in found.items() if runtime is not None}
     check_on_one_device(runtimes, options)
     device = resolve_device(options.computing_device)
-    dtype, places = resolve_dtype(options.dtype, device), options.places
+    dtype, places = resolve_dtype(options.dtype, device), options.device_placement
     exported = {
-        path: ExportedSubject.of(path, runtime, options.device, dtype, device) for path, runtime in runtimes.items()
+        path: ExportedSubject.from_folder(path, runtime, options.device, dtype, device)
+        for path, runtime in runtimes.items()
     }
     checkpoints = [model for model in models if model not in exported]
     if not checkpoints and exported:
         check_no_precision_options(options)
-    grid = points(checkpoints, options) if checkpoints or not exported else []
-    tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
-    check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.rounds_maps_of_layers))
+    grid = list_points(checkpoints, options) if checkpoints or not exported else []
+    tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens_for(device))
+    check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.distinct_map_rounding))
     sources = {model: open_source(model) for model in checkpoints}
     grid += [
         _recorded_point(model, source) for model, source in sources.items() if _without_weights(source) != Recipe()
@@ -98,7 +99,7 @@ def plan_sweep(
         key = cell_key(subjects[point.model], point.recipe, task, identities[task.name])
         cells.append(Cell(point, task.name, key=key, folder=folder))
     return Run(cells, subjects, {task.name: task for task in tasks}), {
-        "options": options.to_dict() | {"device": device, "batch_tokens": options.pass_tokens(device)},
+        "options": options.to_dict() | {"device": device, "batch_tokens": options.batch_tokens_for(device)},
         "tasks": list({cell.task: cell.key["task"] for cell in cells}.values()),
         "unseen": {task.name: unseen for task in tasks if (unseen := task.untracked_inputs())},
         "models": {str(path): source.fingerprint for path, source in sources.items()},
@@ -106,13 +107,13 @@ def plan_sweep(
         "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in sources.items()},
         # An exported model computes in the dtype it was exported with.
         "dtype": dtype_name(dtype) if sources else None,
-        "versions": versions_of_run(device),
+        "versions": list_compute_versions(device),
     }
 
 
-def _recorded_point(model: Path, source: Source) -> Point:
+def _recorded_point(model: Path, source: Source) -> SweepPoint:
     """Make the point that runs a quantized folder under the whole recipe that it records, cache and logits included."""
-    return Point(model, RECIPE, 0, OWN, _without_weights(source), model)
+    return SweepPoint(model, RECIPE, 0, OWN, _without_weights(source), model)
 
 
 def _without_weights(source: Source) -> Recipe:
@@ -143,7 +144,7 @@ def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> d
     return files_by_model
 
 
-def _check_scales(point: Point, scales: Path | None) -> None:
+def _check_scales(point: SweepPoint, scales: Path | None) -> None:
     """Check that a point with static schemes has its ranges.
 
     Raises:
@@ -153,7 +154,7 @@ def _check_scales(point: Point, scales: Path | None) -> None:
     if static and scales is None:
         raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass {option_name('scales')}")
     if static and scales is not None:
-        read_any_ranges(scales).check(point.recipe)
+        read_any_ranges(scales).check_recipe(point.recipe)
 
 
 def describe_work(run: Run) -> str:
@@ -192,18 +193,18 @@ def estimate_seconds(run: Run) -> float | None:
         else:
             is_known = False
     if products:
-        seconds += products * measure_seconds_per_product()
+        seconds += products * measure_seconds_per_weight()
     return seconds if is_known else None
 
 
 def _products(run: Run, cell: Cell) -> int | None:
     """Estimate a cell's time as a number of products of a weight and a token, or return None if it is unknown."""
-    subject, tokens = run.subject_of(cell), run.tasks[cell.task].tokens
+    subject, tokens = run.subject_of(cell), run.tasks[cell.task].token_count
     if tokens is None or not isinstance(subject, CheckpointSubject) or subject.device != "cpu":
         return None
     recipe = cell.point.recipe
-    is_simulated = any(recipe.rounds_maps_of_layers) or recipe.qk.quantizes or recipe.pv.quantizes
-    return tokens * subject.source.weights * (_SIMULATED if is_simulated else _PLAIN)
+    is_simulated = any(recipe.distinct_map_rounding) or recipe.qk.quantizes or recipe.pv.quantizes
+    return tokens * subject.source.weight_count * (_SIMULATED if is_simulated else _PLAIN)
 
 
 def explain_remeasuring(folder: Path, missing: Sequence[JsonObject]) -> str | None:

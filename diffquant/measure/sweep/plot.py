@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from diffquant.errors import UsageError
-from diffquant.measure.cells import EXPORTED, RECIPE, Point
+from diffquant.measure.cells import EXPORTED, RECIPE, SweepPoint
 from diffquant.measure.results import Metric, TaskResult
-from diffquant.measure.tasks import kind_of
+from diffquant.measure.tasks import task_class_named
 from diffquant.reports.page import Drawing
 from diffquant.reports.plots import (
     REFERENCE,
-    Interval,
-    Line,
+    IntervalPoint,
+    PlotLine,
     Tips,
     draw_intervals,
-    drawing,
+    draw_panel,
     escape_dollars,
-    look,
     new_figure,
-    plain_log_scale,
-    tidy,
+    series_style,
+    set_log_scale,
+    style_axis,
 )
 
 if TYPE_CHECKING:
@@ -45,20 +45,20 @@ _FLOOR = 0.5
 _WIDE, _NARROW, _TALL, _LOW = 4.6, 3.0, 3.0, 2.3
 
 
-class Plotted(Protocol):
+class PlottableSweep(Protocol):
     """The part of a `SweepResult` that plots read."""
 
     @property
-    def points(self) -> list[Point]: ...
+    def points(self) -> list[SweepPoint]: ...
     @property
     def names(self) -> dict[Path, str]: ...
     @property
     def tasks(self) -> list[str]: ...
-    def result_and_baseline(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
+    def result_and_baseline(self, point: SweepPoint, task: str) -> tuple[TaskResult | None, TaskResult | None]: ...
 
 
 @dataclass(frozen=True)
-class Band:
+class PanelRow:
     """A row of panels for one task, which share an axis.
 
     Attributes:
@@ -68,7 +68,7 @@ class Band:
 
     task: str
     metric: Metric
-    lines: dict[str, list[Line]]
+    lines: dict[str, list[PlotLine]]
 
     @property
     def is_change(self) -> bool:
@@ -80,48 +80,48 @@ class Band:
         return list(dict.fromkeys(line.model for lines in self.lines.values() for line in lines))
 
 
-def bands(sweep: Plotted) -> list[Band]:
+def list_panel_rows(sweep: PlottableSweep) -> list[PanelRow]:
     """List every band to draw, in the table's order of tasks; failed cells are left out."""
     found = [
-        Band(task, metric, _lines(sweep, task, metric))
+        PanelRow(task, metric, _lines(sweep, task, metric))
         for task in sweep.tasks
-        for metric in kind_of(task).columns.drawn
+        for metric in task_class_named(task).columns.plotted_metrics
     ]
     found = [band for band in found if band.lines]
     same = {task for task in sweep.tasks if all(_is_same(band) for band in found if band.task == task)}
     return [_join_panels(band) if band.task in same else band for band in found]
 
 
-def _is_same(band: Band) -> bool:
+def _is_same(band: PanelRow) -> bool:
     """Return whether several panels show the same value and interval of each model at every width."""
     values = {(line.model, *point[1:4]) for lines in band.lines.values() for line in lines for point in line.points}
     return len(band.lines) > 1 and len(values) == len(band.models)
 
 
-def _join_panels(band: Band) -> Band:
+def _join_panels(band: PanelRow) -> PanelRow:
     """Join panels that show the same values into one with a line per model."""
-    joined: list[Line] = []
+    joined: list[PlotLine] = []
     for model in band.models:
         lines = [line for lines in band.lines.values() for line in lines if line.model == model]
         points = {point.x: point for line in lines for point in line.points}
         full = next((line.full for line in lines if line.full), None)
-        joined.append(Line(model, tuple(points[x] for x in sorted(points, reverse=True)), full=full))
+        joined.append(PlotLine(model, tuple(points[x] for x in sorted(points, reverse=True)), full=full))
     return replace(band, lines={_ALL: joined})
 
 
-def plot(sweep: Plotted, path: Path | BinaryIO) -> None:
+def plot(sweep: PlottableSweep, path: Path | BinaryIO) -> None:
     """Draw a sweep into a file, whose suffix (.png, .svg, .pdf) determines the format, or as PNG into a stream.
 
     Raises:
         UsageError: the sweep has nothing to draw.
     """
-    drawn = bands(sweep)
+    drawn = list_panel_rows(sweep)
     if not drawn:
         raise UsageError("nothing to plot: no quantized cell was measured")
     _figure(drawn).savefig(path, dpi=160)
 
 
-def charts(band: Band, models: Sequence[str]) -> list[Drawing]:
+def draw_panels(band: PanelRow, models: Sequence[str]) -> list[Drawing]:
     """Draw each panel of a band separately, with tooltips for its values.
 
     Args:
@@ -130,47 +130,47 @@ def charts(band: Band, models: Sequence[str]) -> list[Drawing]:
     found = []
     for title, lines in band.lines.items():
         size, name = (_WIDE, _TALL if band.is_change else _LOW), f"{band.task}, {title}: {band.metric.label}"
-        found.append(drawing(size, partial(_draw_named, lines, models, band), name, title))
+        found.append(draw_panel(size, partial(_draw_named, lines, models, band), name, title))
     return found
 
 
-def _draw_named(lines: Sequence[Line], models: Sequence[str], band: Band, axis: "Axes", tips: Tips) -> None:
+def _draw_named(lines: Sequence[PlotLine], models: Sequence[str], band: PanelRow, axis: "Axes", tips: Tips) -> None:
     _draw(axis, lines, models, band, tips)
     axis.set_ylabel(band.metric.label)
 
 
-def explain_bars(drawn: Sequence[Band]) -> str:
+def explain_bars(panel_rows: Sequence[PanelRow]) -> str:
     """Explain the bars and dashed lines in a sentence."""
-    if all(band.is_change for band in drawn):
+    if all(band.is_change for band in panel_rows):
         return "bars: 95 % intervals"
     return "bars: 95 % intervals, of differences paired over the same items; dashed: 16 bits"
 
 
-def _lines(sweep: Plotted, task: str, metric: Metric) -> dict[str, list[Line]]:
+def _lines(sweep: PlottableSweep, task: str, metric: Metric) -> dict[str, list[PlotLine]]:
     """Return a task's lines by the title of their panel; changes have no value at 16 bits."""
-    full: dict[str, Interval | None] = {}
+    full: dict[str, IntervalPoint | None] = {}
     shared = _granularities(sweep)
-    drawn: dict[tuple[str, str], list[Interval]] = {}
+    drawn: dict[tuple[str, str], list[IntervalPoint]] = {}
     for point in sweep.points:
         found = metric.of(*sweep.result_and_baseline(point, task))
-        model, change = sweep.names[point.model], found.drawn if found else None
-        value = Interval(point.bits, change.mean, change.low, change.high) if change else None
+        model, change = sweep.names[point.model], found.plottable if found else None
+        value = IntervalPoint(point.bits, change.mean, change.low, change.high) if change else None
         if point.is_baseline:
             full[model] = value
         elif value is not None and point.target not in (EXPORTED, RECIPE):
             is_shared = len(shared.get(point.target, ())) > 1
-            title, line = (point.title, point.sharing) if is_shared else (point.panel, model)
+            title, line = (point.title, point.granularity_words) if is_shared else (point.panel, model)
             drawn.setdefault((title, line), []).append(value)
     alone = next(iter(full.values()), None)
-    lines: dict[str, list[Line]] = {}
+    lines: dict[str, list[PlotLine]] = {}
     for (title, line), narrow in drawn.items():
         # The line at 16 bits is drawn once, also where granularities share it.
         at_16 = full.get(line) if line in full else alone if title not in lines else None
-        lines.setdefault(title, []).append(Line(line, tuple(narrow), full=None if metric.words else at_16))
+        lines.setdefault(title, []).append(PlotLine(line, tuple(narrow), full=None if metric.words else at_16))
     return lines
 
 
-def _granularities(sweep: Plotted) -> dict[str, set[str]]:
+def _granularities(sweep: PlottableSweep) -> dict[str, set[str]]:
     """Return the granularities of each target in a sweep of one model; empty for a sweep of several models."""
     found: dict[str, set[str]] = {}
     if len({point.model for point in sweep.points}) == 1:
@@ -179,7 +179,7 @@ def _granularities(sweep: Plotted) -> dict[str, set[str]]:
     return found
 
 
-def _figure(drawn: list[Band]) -> "Figure":
+def _figure(drawn: list[PanelRow]) -> "Figure":
     titles = list(dict.fromkeys(title for band in drawn for title in band.lines))
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
     # Spread the panels over the rows as evenly as possible.
@@ -204,7 +204,7 @@ def _figure(drawn: list[Band]) -> "Figure":
     return figure
 
 
-def _strips(drawn: list[Band], titles: list[str], columns: int) -> "Iterator[tuple[Band, list[str]]]":
+def _strips(drawn: list[PanelRow], titles: list[str], columns: int) -> "Iterator[tuple[PanelRow, list[str]]]":
     """Yield rows of panels, `columns` titles at a time, a task's changes above its scores."""
     for task in dict.fromkeys(band.task for band in drawn):
         mine = [band for band in drawn if band.task == task]
@@ -217,10 +217,12 @@ def _strips(drawn: list[Band], titles: list[str], columns: int) -> "Iterator[tup
 def _handle(number: int, model: str) -> "object":
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], markersize=5, linewidth=1.6, label=escape_dollars(model), **look(number))
+    return Line2D([], [], markersize=5, linewidth=1.6, label=escape_dollars(model), **series_style(number))
 
 
-def _draw(axis: "Axes", lines: Sequence[Line], models: Sequence[str], band: Band, tips: Tips | None = None) -> None:
+def _draw(
+    axis: "Axes", lines: Sequence[PlotLine], models: Sequence[str], band: PanelRow, tips: Tips | None = None
+) -> None:
     """Draw one panel on its band's common scale."""
     widths = sorted({point.x for line in lines for point in line.points}, reverse=True)
     for line in lines:
@@ -230,31 +232,33 @@ def _draw(axis: "Axes", lines: Sequence[Line], models: Sequence[str], band: Band
         points = [point._replace(x=point.x - shift, tip=_tip(line.model, point)) for point in line.points]
         draw_intervals(axis, points, number, tips)
         if line.full is not None:
-            axis.axhline(line.full.y, color=look(number)["color"], linestyle=(number * 3, (3, 6)), linewidth=0.9)
+            axis.axhline(
+                line.full.y, color=series_style(number)["color"], linestyle=(number * 3, (3, 6)), linewidth=0.9
+            )
     axis.set_xticks(widths, [f"{bits:g}" for bits in widths])
     if widths:
         axis.set_xlim(max(widths) + 0.5, min(widths) - 0.5)
     axis.set_xlabel("bits")
     if band.is_change and not band.metric.is_log:
         axis.axhline(0, color=REFERENCE, linewidth=1.2, zorder=1)
-    tidy(axis)
+    style_axis(axis)
     _scale(axis, band)
 
 
-def _scale(axis: "Axes", band: Band) -> None:
+def _scale(axis: "Axes", band: PanelRow) -> None:
     """Give a panel its band's scale: logarithmic, or linear and including 0 if changes are drawn."""
     lines = [line for found in band.lines.values() for line in found]
     values = [value for line in lines for value in (*line.points, line.full) if value]
     lowest, highest = min(value.y for value in values), max(value.high for value in values)
     if band.metric.is_log and lowest > 0:
         axis.set_ylim(_FLOOR * lowest, highest / _FLOOR)
-        plain_log_scale(axis)
+        set_log_scale(axis)
         return
     bounds = [value.low for value in values] + [highest] + ([0.0] if band.is_change else [])
     margin = 0.05 * (max(bounds) - min(bounds)) or 1.0
     axis.set_ylim(min(bounds) - margin, max(bounds) + margin)
 
 
-def _tip(model: str, point: Interval) -> str:
+def _tip(model: str, point: IntervalPoint) -> str:
     bounds = f" [{point.low:.3g}, {point.high:.3g}]" if point.low < point.high else ""
     return f"{model}, {point.x:g} bits: {point.y:.3g}{bounds}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.measure.sweep.cell import Run, Worker, check_same_environment
-from diffquant.measure.sweep.workers import share
+from diffquant.measure.sweep.workers import distribute_cells
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
 
@@ -54,7 +54,7 @@ def run_on_ray(run: Run, progress: Progress, address: str, workers: int | None =
 
         first = {place: start(place) for place in range(size)}
         _check(ray, list(first.values()), run.cells[0].folder)
-        share(run, size, lambda place: first.pop(place, None) or start(place), progress)
+        distribute_cells(run, size, lambda place: first.pop(place, None) or start(place), progress)
 
 
 @contextmanager

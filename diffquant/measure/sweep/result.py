@@ -9,13 +9,13 @@ from io import BytesIO
 from pathlib import Path
 
 from diffquant.errors import FailedCellsError
-from diffquant.measure.cells import EXPORTED, RECIPE, Cell, Point
+from diffquant.measure.cells import EXPORTED, RECIPE, Cell, SweepPoint
 from diffquant.measure.results import MISSING, Columns, TaskResult
 from diffquant.measure.task import Task
-from diffquant.measure.tasks import kind_of, task_kinds
+from diffquant.measure.tasks import task_class_named, task_kinds
 from diffquant.recipe import Recipe
 from diffquant.reports.plots import Picture
-from diffquant.reports.tables import Table, format_csv, megabytes
+from diffquant.reports.tables import Table, format_csv, format_size
 from diffquant.support.files import read_text_or_xz
 from diffquant.support.installation import CHANGED
 from diffquant.support.plain_data import JsonObject, parse_json, replace_nonfinite
@@ -32,7 +32,7 @@ class SweepResult:
     settings: JsonObject
 
     def __repr__(self) -> str:
-        failed = f", {len(self.failed)} failed" if self.failed else ""
+        failed = f", {len(self.failed_cells)} failed" if self.failed_cells else ""
         return f"SweepResult({len(self.cells)} cells, {len(self.points)} configurations{failed})"
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class SweepResult:
         return results_table(self).html() + "".join(f"<p>{escape(note)}</p>" for note in notes(self))
 
     @cached_property
-    def points(self) -> list[Point]:
+    def points(self) -> list[SweepPoint]:
         """Every configuration once, in the grid's order."""
         return list({id(cell.point): cell.point for cell in self.cells}.values())
 
@@ -76,10 +76,10 @@ class SweepResult:
     def tasks(self) -> list[str]:
         """The tasks in the table's order, those scored by item first."""
         tasks = dict.fromkeys(cell.task for cell in self.cells)
-        return sorted(tasks, key=lambda task: not kind_of(task).columns.by_item)
+        return sorted(tasks, key=lambda task: not task_class_named(task).columns.by_item)
 
     @property
-    def failed(self) -> list[Cell]:
+    def failed_cells(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.result is None]
 
     def caption(self, cell: Cell) -> str:
@@ -87,19 +87,19 @@ class SweepResult:
 
     def cells_of(self, kind: type[Task]) -> list[tuple[str, Cell]]:
         """Return the measured cells of one kind of task, each with its model's name."""
-        return [(self.names[c.point.model], c) for c in self.cells if c.result and kind_of(c.task) is kind]
+        return [(self.names[c.point.model], c) for c in self.cells if c.result and task_class_named(c.task) is kind]
 
     def results_of(self, task: str) -> list[TaskResult]:
         return [cell.result for cell in self.cells if cell.task == task and cell.result]
 
-    def result_and_baseline(self, point: Point, task: str) -> tuple[TaskResult | None, TaskResult | None]:
+    def result_and_baseline(self, point: SweepPoint, task: str) -> tuple[TaskResult | None, TaskResult | None]:
         """Return a configuration's result and the 16-bit result that it is compared with; a missing one is None."""
         full = None if point.is_baseline else self._baselines.get(point.compared_with)
         return self._result_by_point_and_task.get((id(point), task)), self._result_by_point_and_task.get(
             (id(full), task)
         ) if full else None
 
-    def find_any_result(self, point: Point) -> TaskResult | None:
+    def find_any_result(self, point: SweepPoint) -> TaskResult | None:
         """Return any result of a configuration, for its stored sizes, or None if all of its cells failed."""
         return next(
             (found for task in self.tasks if (found := self._result_by_point_and_task.get((id(point), task)))), None
@@ -111,7 +111,7 @@ class SweepResult:
         return {(id(cell.point), cell.task): cell.result for cell in reversed(self.cells)}
 
     @cached_property
-    def _baselines(self) -> dict[Path | None, Point]:
+    def _baselines(self) -> dict[Path | None, SweepPoint]:
         return {point.model: point for point in reversed(self.points) if point.is_baseline}
 
     def require_complete(self) -> None:
@@ -120,10 +120,10 @@ class SweepResult:
         Raises:
             FailedCellsError: cells failed; the message has each with its error, and `result` is this object.
         """
-        if self.failed:
-            lines = [f"{self.caption(cell)}: {cell.error}" for cell in self.failed]
+        if self.failed_cells:
+            lines = [f"{self.caption(cell)}: {cell.error}" for cell in self.failed_cells]
             raise FailedCellsError(
-                f"{len(self.failed)} of {len(self.cells)} cells failed; run the same command again to retry only "
+                f"{len(self.failed_cells)} of {len(self.cells)} cells failed; run the same command again to retry only "
                 "these:\n" + "\n".join(lines),
                 self,
             )
@@ -148,14 +148,14 @@ class SweepResult:
 def read_sweep(file: Path) -> SweepResult:
     """Read a sweep.json. Its points have empty recipes, since tables and plots show only their names."""
     data = parse_json(read_text_or_xz(file))
-    points: dict[tuple[object, ...], Point] = {}
+    points: dict[tuple[object, ...], SweepPoint] = {}
     cells = []
     for cell in data["cells"]:
         key = tuple(cell[name] for name in ("model", "target", "bits", "granularity"))
         if key not in points:
             rival = cell.get("compared_with") if cell["target"] == EXPORTED else cell["model"]
             model, target, bits, granularity = key
-            points[key] = Point(Path(model), target, bits, granularity, Recipe(), Path(rival) if rival else None)
+            points[key] = SweepPoint(Path(model), target, bits, granularity, Recipe(), Path(rival) if rival else None)
         result = TaskResult.from_dict(cell["result"]) if cell["result"] else None
         cells.append(Cell(points[key], cell["task"], result, cell["error"], {"code": cell.get("code")}))
     return SweepResult(cells, data["settings"])
@@ -191,15 +191,15 @@ def json_rows(sweep: SweepResult) -> list[JsonObject]:
 
 def results_table(sweep: SweepResult) -> Table:
     """Make the table with rounded numbers and the 16-bit rows shaded."""
-    alone = sum(kind_of(task).columns.by_item for task in sweep.tasks) == 1
-    found = [(task, kind_of(task).columns, sweep.results_of(task)) for task in sweep.tasks]
-    heads = [head for task, columns, results in found for head in columns.heads(task, results, alone)]
+    alone = sum(task_class_named(task).columns.by_item for task in sweep.tasks) == 1
+    found = [(task, task_class_named(task).columns, sweep.results_of(task)) for task in sweep.tasks]
+    heads = [head for task, columns, results in found for head in columns.headings(task, results, alone)]
     shown = [(task, column) for task, columns, results in found for column in columns.table_metrics(results)]
     lines = [
         [
             sweep.names[point.model],
             point.target or MISSING,
-            point.scheme,
+            point.scheme_text,
             *(column.text(*sweep.result_and_baseline(point, task)) for task, column in shown),
             _stored_text(point, sweep.find_any_result(point)),
         ]
@@ -213,13 +213,13 @@ def notes(sweep: SweepResult) -> list[str]:
     """Return the notes below the table."""
     results_by_columns: dict[Columns, list[TaskResult]] = {}
     for task in sweep.tasks:
-        results_by_columns.setdefault(kind_of(task).columns, []).extend(sweep.results_of(task))
+        results_by_columns.setdefault(task_class_named(task).columns, []).extend(sweep.results_of(task))
     texts = [note for columns, results in results_by_columns.items() for note in columns.notes(results)]
     compared = sum(
         change.of(*sweep.result_and_baseline(point, task)) is not None
         for point in sweep.points
         for task in sweep.tasks
-        for change in kind_of(task).columns.changes
+        for change in task_class_named(task).columns.change_metrics
         if not change.is_log
     )
     if compared > 1:
@@ -235,7 +235,7 @@ def notes(sweep: SweepResult) -> list[str]:
         texts.append("Weights are rounded to nearest; `quantize --effort balanced` usually loses less.")
     sizes = sweep.settings.get("source_bytes", {})
     quantized = ", ".join(
-        sweep.names.get(Path(path), path) + (f" ({megabytes(sizes[path])})" if sizes.get(path) else "")
+        sweep.names.get(Path(path), path) + (f" ({format_size(sizes[path])})" if sizes.get(path) else "")
         for path in sweep.settings["quantized"]
     )
     if quantized:
@@ -252,7 +252,7 @@ def notes(sweep: SweepResult) -> list[str]:
     return texts
 
 
-def _stored_text(point: Point, result: TaskResult | None) -> str:
+def _stored_text(point: SweepPoint, result: TaskResult | None) -> str:
     weights = MISSING if result is None else f"{(result.weight_bytes or 0) / 1e6:.1f} MB"
     cache = MISSING if result is None else f"{(result.kv_bytes or 0) / 1e3:.2f} kB/token"
     if point.target in ("", EXPORTED, RECIPE):
@@ -260,16 +260,16 @@ def _stored_text(point: Point, result: TaskResult | None) -> str:
     return weights if point.target == "weights" else cache if point.target in ("kv", "k", "v") else MISSING
 
 
-def _record(sweep: SweepResult, point: Point) -> JsonObject:
+def _record(sweep: SweepResult, point: SweepPoint) -> JsonObject:
     record: JsonObject = {"model": sweep.names[point.model]}
     record |= {name: getattr(point, name) for name in ("target", "bits", "granularity")}
     for task in sweep.tasks:
-        columns = kind_of(task).columns
+        columns = task_class_named(task).columns
         before = f"{task} " if columns.has_own_names else ""
         record |= {
             f"{before}{name}": value for name, value in columns.record(*sweep.result_and_baseline(point, task)).items()
         }
-    measured = {kind_of(task) for task in sweep.tasks}
+    measured = {task_class_named(task) for task in sweep.tasks}
     for kind in task_kinds():
         if kind not in measured and not kind.columns.has_own_names:
             record |= kind.columns.record(None, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from diffquant.attention import check_backend
 from diffquant.checkpoints.ranges import check_ranges_used
 from diffquant.checkpoints.source import Source, open_source
-from diffquant.checkpoints.tokens import encode_start
+from diffquant.checkpoints.tokens import encode_first_tokens
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
@@ -34,7 +34,7 @@ from diffquant.support.devices import log_once, resolve_device, resolve_dtype
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import provenance
 from diffquant.support.names import option_name
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def run_sweep(
     models: Sequence[Path],
     options: SweepOptions,
     output: Path,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
     runtime_of: RuntimeOf | None = None,
     engine: Engine = measure_all,
     on_plan: Callable[[str], None] | None = None,
@@ -73,10 +73,10 @@ def run_sweep(
         DiffQuantError: `output` is gone, or no process is left to measure the cells.
         KeyboardInterrupt: the sweep was interrupted; the message says how to resume.
     """
-    from diffquant.measure.sweep.outputs import run_files
+    from diffquant.measure.sweep.outputs import sweep_files
 
     number, count = _parse_shard(shard)
-    run_files().check(output)
+    sweep_files().check(output)
     folder = output / "cells"
     run, settings = plan_sweep([Path(model) for model in models], options, folder, runtime_of)
     cells = [replace(cell, result=cell.read()) for cell in _take_shard(run.cells, number, count)]
@@ -129,7 +129,7 @@ def _sort_by_weights(cells: Sequence[Cell]) -> list[Cell]:
     """Sort cells by the weights they need, of which a process holds one set at a time."""
     # A model's points are consecutive, so its sets of weights are too.
     first: dict[object, int] = {}
-    places = [first.setdefault(cell.weights, len(first)) for cell in cells]
+    places = [first.setdefault(cell.weights_key, len(first)) for cell in cells]
     return [cells[number] for number in sorted(range(len(cells)), key=lambda number: places[number])]
 
 
@@ -148,7 +148,7 @@ def evaluate(
     path: Path,
     recipe: Recipe | None,
     options: SweepOptions,
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
     runtime_of: RuntimeOf | None = None,
 ) -> dict[str, TaskResult]:
     """Measure every task of one configuration.
@@ -164,7 +164,7 @@ def evaluate(
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
-        NotFiredError: a layer did not quantize its logits or operands.
+        NotQuantizedError: a layer did not quantize its logits or operands.
     """
     device = resolve_device(options.computing_device)
     check_backend(options.attention)
@@ -172,18 +172,18 @@ def evaluate(
     if runtime is not None:
         check_on_one_device([path], options)
         check_no_precision_options(options, recipe)
-    tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
+    tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens_for(device))
     dtype = resolve_dtype(options.dtype, device)
     if runtime is not None:
-        subject: Subject = ExportedSubject.of(path, runtime, options.device, dtype, device)
+        subject: Subject = ExportedSubject.from_folder(path, runtime, options.device, dtype, device)
     else:
         source = open_source(path)
         check_loadable(source, [] if recipe is None else [recipe])
         applied = source.recipe if recipe is None else recipe
-        check_backend(options.attention, applied.rounds_maps_of_layers)
+        check_backend(options.attention, applied.distinct_map_rounding)
         scales = next(iter(options.scales), None)
         check_ranges_used(scales, [applied])
-        subject = CheckpointSubject(source, dtype, device, options.attention, options.places, scales)
+        subject = CheckpointSubject(source, dtype, device, options.attention, options.device_placement, scales)
         _note_overlap(source, applied, tasks)
     return {task.name: subject.measure(task, recipe, None, progress) for task in tasks}
 
@@ -195,10 +195,10 @@ def _note_overlap(source: Source, recipe: Recipe, tasks: Sequence[Task]) -> None
     if not texts or not rounding.needs_text or not recipe.weights.quantizes:
         return
     with suppress(DiffQuantError):
-        calibration = rounding.read_text(source, recipe.rounding)
+        calibration = rounding.read_calibration(source, recipe.rounding)
         for name, text in texts.items():
-            tokens = encode_start(source.tokenizer, text, len(text))
-            if count := calibration.overlap([tokens]):
+            tokens = encode_first_tokens(source.tokenizer, text, len(text))
+            if count := calibration.count_overlap([tokens]):
                 message = "%s: %s of the text's %s tokens are also calibration data of %s; give another text to compare"
                 log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
 

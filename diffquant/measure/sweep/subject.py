@@ -9,17 +9,17 @@ from typing import Protocol, Self
 import torch
 
 from diffquant.checkpoints.building import has_packed_kernels
-from diffquant.checkpoints.places import Places
+from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.source import Source
 from diffquant.family.call import dtype_name
-from diffquant.measure.language_model import LanguageModel, States
+from diffquant.measure.language_model import LanguageModel, ModelOutputs
 from diffquant.measure.results import TaskResult
 from diffquant.measure.task import Task
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.cache import PackedStates
 from diffquant.model.causal import CausalModel
 from diffquant.model.windowed_cache import create_storage
-from diffquant.quantization.loading import MODEL_MODULES, load, recipe_of_run
+from diffquant.quantization.loading import MODEL_MODULES, load, resolve_recipe
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.roundings import calibration_digest, rounding_named
 from diffquant.recipe import Recipe
@@ -27,7 +27,7 @@ from diffquant.recipe.scheme import Scheme
 from diffquant.recipe.targets import LAYER_TARGETS
 from diffquant.reports.tables import bytes_at_16_bits
 from diffquant.support.files import file_digest
-from diffquant.support.installation import commit, versions_of_run
+from diffquant.support.installation import find_commit, list_compute_versions
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
@@ -40,40 +40,42 @@ class Subject(Protocol):
         """Name of the device that computes."""
 
     @property
-    def held_bytes(self) -> int:
+    def peak_weight_bytes(self) -> int:
         """Largest number of bytes of weights that it holds at once."""
 
     def key(self, recipe: Recipe) -> JsonObject:
         """Return everything that a result depends on, apart from the task and the code."""
 
-    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+    def python_modules(self, recipe: Recipe) -> tuple[str, ...]:
         """Return names of the modules whose versions decide a result, apart from the task's."""
 
     def copy_to(self, device: str | None) -> Self:
         """Copy it with separate weights, optionally to another device of the same kind; results stay the same."""
 
-    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
+    def compute_reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> ModelOutputs | None:
         """Return the 16-bit model's outputs that a task compares a recipe's with, or None if there is no comparison."""
 
-    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
+    def measure(
+        self, task: Task, recipe: Recipe | None, reference: ModelOutputs | None, progress: Progress
+    ) -> TaskResult:
         """Run a task under a recipe, by default the recorded one, and return the result with its time and stored sizes.
 
         Raises:
-            NotFiredError: a layer did not quantize its logits or operands.
+            NotQuantizedError: a layer did not quantize its logits or operands.
             CheckpointError: the model's files changed since they were opened.
         """
 
 
-def run_timed(task: Task, model: LanguageModel, reference: States | None, progress: Progress) -> TaskResult:
+def run_timed(task: Task, model: LanguageModel, reference: ModelOutputs | None, progress: Progress) -> TaskResult:
     """Run a task, and record its time and the commit in the result."""
     started = time.monotonic()
     result = task.run(model, reference, progress)
-    return replace(result, seconds=round(time.monotonic() - started, 2), commit=commit())
+    return replace(result, seconds=round(time.monotonic() - started, 2), commit=find_commit())
 
 
-def run_key(dtype: torch.dtype, device: str) -> JsonObject:
+def settings_key(dtype: torch.dtype, device: str) -> JsonObject:
     """Return the settings on which every result depends, of checkpoints and of exported folders."""
-    return {"dtype": dtype_name(dtype), "versions": versions_of_run(device)}
+    return {"dtype": dtype_name(dtype), "versions": list_compute_versions(device)}
 
 
 @dataclass(eq=False)
@@ -92,15 +94,15 @@ class CheckpointSubject:
     dtype: torch.dtype
     device: str
     attention: str = "auto"
-    places: Places | None = None
+    places: OffloadPlan | None = None
     scales: Path | None = None
     _loaded: CausalModel | None = field(init=False, default=None)
-    _references: dict[str, States | None] = field(init=False, default_factory=dict)
+    _references: dict[str, ModelOutputs | None] = field(init=False, default_factory=dict)
     _weight_bytes: dict[str, int] = field(init=False, default_factory=dict)
 
     @property
-    def held_bytes(self) -> int:
-        return self.source.weights * self.dtype.itemsize
+    def peak_weight_bytes(self) -> int:
+        return self.source.weight_count * self.dtype.itemsize
 
     def key(self, recipe: Recipe) -> JsonObject:
         is_static = any(recipe.is_static(target) for target in LAYER_TARGETS)
@@ -113,7 +115,7 @@ class CheckpointSubject:
         # that a spread model expands packed weights, which kernels would otherwise have read.
         is_expanded = self.places and self.source.packed and has_packed_kernels(self.device, self.dtype)
         expanded = {"expanded": True} if is_expanded else {}
-        return scales | read | model | expanded | run_key(self.dtype, self.device) | self.backend_key
+        return scales | read | model | expanded | settings_key(self.dtype, self.device) | self.backend_key
 
     @property
     def backend_key(self) -> JsonObject:
@@ -121,39 +123,41 @@ class CheckpointSubject:
         attention = {} if self.attention == "auto" else {"attention": self.attention}
         return {"device": torch.device(self.device).type} | attention
 
-    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+    def python_modules(self, recipe: Recipe) -> tuple[str, ...]:
         formats = {type(scheme.format).__module__ for scheme in (*recipe.schemes, *self.source.packed.values())}
         return (*MODEL_MODULES, type(rounding_named(recipe.rounding.name)).__module__, *sorted(formats))
 
     def copy_to(self, device: str | None) -> "CheckpointSubject":
         return replace(self, device=device or self.device)
 
-    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
+    def compute_reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> ModelOutputs | None:
         if recipe == Recipe() or not task.compares_with_16_bits:
             return None
         if task.name not in self._references:
             model = TorchModel(self.model(Recipe()), self.source.tokenizer)
-            self._references[task.name] = task.reference(model, progress)
+            self._references[task.name] = task.compute_reference(model, progress)
         return self._references[task.name]
 
-    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
+    def measure(
+        self, task: Task, recipe: Recipe | None, reference: ModelOutputs | None, progress: Progress
+    ) -> TaskResult:
         model = self.model(recipe)
         result = run_timed(task, TorchModel(model, self.source.tokenizer), reference, progress)
         measured = self.source.recipe if recipe is None else recipe
-        if measured.rounds("logits", "qk", "p", "pv", "activations"):
+        if measured.quantizes_any("logits", "qk", "p", "pv", "activations"):
             model.check_quantizers_ran()
-        weights = weights_of(measured)
+        weights = weight_schemes_text(measured)
         if weights not in self._weight_bytes:
             self._weight_bytes[weights] = weight_bytes(self.source, measured)
         self.source.check_unchanged()
-        report = model.logit_report() if measured.rounds("logits") else None
+        report = model.logit_report() if measured.quantizes_any("logits") else None
         nbytes = self._weight_bytes[weights]
         return replace(result, weight_bytes=nbytes, kv_bytes=kv_bytes_per_token(model), logit_report=report)
 
     def model(self, recipe: Recipe | None) -> CausalModel:
         """Return the model under a recipe, by default its recorded one; loads weights only if their schemes changed."""
-        wanted, _ = recipe_of_run(self.source, recipe)
-        if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):
+        wanted, _ = resolve_recipe(self.source, recipe)
+        if self._loaded is None or weight_schemes_text(self._loaded.recipe) != weight_schemes_text(wanted):
             if self._loaded is not None:
                 self._loaded = None
                 gc.collect()
@@ -165,7 +169,7 @@ class CheckpointSubject:
         return self._loaded
 
 
-def weights_of(recipe: Recipe) -> str:
+def weight_schemes_text(recipe: Recipe) -> str:
     """Return a recipe's weight schemes as text; recipes with equal texts can share a loaded model."""
     return Recipe().with_weights_of(recipe).to_yaml()
 
@@ -181,10 +185,10 @@ def weight_bytes(source: Source, recipe: Recipe) -> int:
     if source.packed:
         return source.checkpoint.nbytes
     plan = plan_quantization(source, recipe)
-    return plan.bytes_after if plan.schemes else bytes_at_16_bits(plan.weights)
+    return plan.bytes_after if plan.schemes else bytes_at_16_bits(plan.weight_count)
 
 
-def state_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
+def cached_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
     """Measure bytes per token of one layer's keys or values under a scheme, averaged over 1,024 tokens.
 
     Args:
@@ -203,7 +207,7 @@ def kv_bytes_per_token(model: CausalModel, tokens: int = _KV_TOKENS) -> float:
     not depend on the number of tokens.
     """
     cache_bytes = 0
-    for layer, rows in model.model.architecture.token_rows.items():
+    for layer, rows in model.model.architecture.cached_shapes.items():
         # One layer's keys and values at a time, so that a 16-bit cache of many layers is never held whole.
         storage = create_storage(rows, layer, model.recipe, model.model.ranges)
         storage.update(*(torch.zeros(1, n, tokens, d, dtype=torch.bfloat16) for n, d in (rows.keys, rows.values)))

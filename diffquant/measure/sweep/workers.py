@@ -14,8 +14,8 @@ from threading import Thread
 from typing import Protocol
 
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.measure.sweep.cell import Run, Worker, check_folder, measure_all, remove_locks
-from diffquant.support.machine import free_memory, threads
+from diffquant.measure.sweep.cell import Run, Worker, check_cells_folder, measure_all, remove_locks
+from diffquant.support.machine import available_memory, threads
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
 
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 _logger = logging.getLogger(__name__)
 
 
-class Remote(Protocol):
+class RemoteWorker(Protocol):
     """A `Worker` in another process or on another machine."""
 
     def measure(self, number: int, is_patient: bool) -> "Future[bool]":
@@ -45,7 +45,7 @@ class Remote(Protocol):
         """End the worker at once."""
 
 
-def share(run: Run, size: int, start: Callable[[int], Remote], progress: Progress) -> None:
+def distribute_cells(run: Run, size: int, start: Callable[[int], RemoteWorker], progress: Progress) -> None:
     """Measure a run's cells with up to `size` workers.
 
     A worker first takes cells with the weights that it holds, then cells with weights that no other worker is using. If
@@ -59,9 +59,9 @@ def share(run: Run, size: int, start: Callable[[int], Remote], progress: Progres
         OSError: the folder cannot be written.
     """
     cells, size = run.cells, min(size, len(run.cells))
-    weights = [cell.weights for cell in cells]
+    weights = [cell.weights_key for cell in cells]
     left, held, is_patient = list(range(len(cells))), list[int](), False
-    remotes: dict[int, Remote] = {}
+    remotes: dict[int, RemoteWorker] = {}
     at: dict[int, object] = {}  # The weights that each worker holds.
     calls: dict[Future[bool], tuple[int, int]] = {}
     try:
@@ -82,7 +82,7 @@ def share(run: Run, size: int, start: Callable[[int], Remote], progress: Progres
                 left.remove(number)
                 calls[call], at[place] = (place, number), weights[number]
             done, _ = wait(calls, _SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
-            check_folder(cells[0].folder)
+            check_cells_folder(cells[0].folder)
             for call in done:
                 place, number = calls.pop(call)
                 try:
@@ -129,7 +129,7 @@ def run_processes(
     memory = _check_memory(run, devices_by_place)
     say(f"{workers} workers with {each} thread{'s' * (each > 1)} each; {memory}")
     content = pickle.dumps(run)
-    share(run, workers, lambda place: Process(content, devices_by_place[place], each), progress)
+    distribute_cells(run, workers, lambda place: WorkerProcess(content, devices_by_place[place], each), progress)
 
 
 def _check_memory(run: Run, devices_by_place: Sequence[str | None]) -> str:
@@ -141,12 +141,12 @@ def _check_memory(run: Run, devices_by_place: Sequence[str | None]) -> str:
     Raises:
         UsageError: a device has less.
     """
-    most = max(run.subject_of(cell).held_bytes for cell in run.cells)
+    most = max(run.subject_of(cell).peak_weight_bytes for cell in run.cells)
     places = [device or run.subject_of(run.cells[0]).device for device in devices_by_place]
     memories = [device if device.startswith("cuda") else "main memory" for device in places]
     said = []
     for memory in dict.fromkeys(memories):
-        count, free = memories.count(memory), free_memory() if memory == "main memory" else _free_on(memory)
+        count, free = memories.count(memory), available_memory() if memory == "main memory" else _free_on(memory)
         said.append(f"{count} x {most / 1e9:.2f} GB of weights, {free / 1e9:.2f} GB of {memory} free")
         if count * most > free:
             raise UsageError(
@@ -161,7 +161,7 @@ def _free_on(device: str) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-class Process:
+class WorkerProcess:
     """A worker in a separate process, which ends when this one ends."""
 
     def __init__(self, run: bytes, device: str | None, threads: int) -> None:

@@ -37,7 +37,7 @@ def task_kinds() -> list[type[Task]]:
     return list(_KINDS.values())
 
 
-def kind_of(name: str) -> type[Task]:
+def task_class_named(name: str) -> type[Task]:
     """Return the class of the task with a name, such as "needle:4:2".
 
     Raises:
@@ -85,7 +85,7 @@ def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens:
     tasks, faults = [], []
     for name in dict.fromkeys(names):
         try:
-            tasks.append(kind_of(name).parse(name, values, batch_tokens))
+            tasks.append(task_class_named(name).parse(name, values, batch_tokens))
         except UsageError as error:
             faults.append(str(error))
     if not faults:
@@ -99,7 +99,7 @@ def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens:
 def _idle_options(tasks: Sequence[Task], values: Mapping[str, object]) -> list[str]:
     """Return a message, in a list, about given options that none of the tasks has; empty if there are none."""
     taken = {option.name for task in tasks for option in task.options}
-    idle = [o.name for o in task_options() if o.name not in taken and o.of(values) != o.default]
+    idle = [o.name for o in task_options() if o.name not in taken and o.value_in(values) != o.default]
     if not tasks or not idle:
         return []
     names = ", ".join(task.name for task in tasks)

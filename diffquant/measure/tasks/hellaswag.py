@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.measure.results import ITEMS, Metric, TaskResult, fields, format_interval, format_kl
+from diffquant.measure.results import ITEMS, Metric, TaskResult, format_interval, format_kl, interval_fields
 from diffquant.measure.stats import Difference, mean_interval
-from diffquant.measure.task import CHARACTERS_PER_TOKEN, LIMIT, Task, TaskOption, check_at_least_one
+from diffquant.measure.task import CHARACTERS_PER_TOKEN, LIMIT, Task, TaskOption, read_positive_option
 from diffquant.measure.tasks import register
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.language_model import LanguageModel, ModelOutputs
     from diffquant.measure.protocols.hellaswag import HellaSwagItem
 
 _ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; by default the bundled 1,000.", Path)
@@ -65,8 +65,8 @@ KL = Metric(
 def _record(result: TaskResult | None, baseline: TaskResult | None) -> JsonObject:
     return {
         "margin": result.details.get("margin") if result else None,
-        **fields("margin_change", _margin(result, baseline), per=_CHARACTERS),
-        **fields("kl", _kl(result)),
+        **interval_fields("margin_change", _margin(result, baseline), per=_CHARACTERS),
+        **interval_fields("kl", _kl(result)),
         **ITEMS.record(result, baseline),
     }
 
@@ -115,11 +115,11 @@ class HellaSwag(Task):
 
         if name != cls.kind:
             raise cls.make_name_error(name)
-        items = load_items(_ITEMS.of(values), check_at_least_one(LIMIT, values))
+        items = load_items(_ITEMS.value_in(values), read_positive_option(LIMIT, values))
         return cls(items=tuple(items), batch_tokens=batch_tokens)
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return sum(len(item.query) + sum(map(len, item.endings)) for item in self.items) // CHARACTERS_PER_TOKEN
 
     def identity(self) -> JsonObject:
@@ -133,12 +133,12 @@ class HellaSwag(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
+    def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:
         from diffquant.measure.protocols.hellaswag import evaluate_hellaswag
 
         return evaluate_hellaswag(model, self.items, self.batch_tokens, progress, reference)
 
-    def reference(self, model: "LanguageModel", progress: Progress) -> "States":
+    def compute_reference(self, model: "LanguageModel", progress: Progress) -> "ModelOutputs":
         from diffquant.measure.protocols.hellaswag import compute_reference
 
         return compute_reference(model, self.items, self.batch_tokens, progress)

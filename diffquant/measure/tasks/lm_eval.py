@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.results import ITEMS, TaskResult
-from diffquant.measure.task import LIMIT, Task, TaskOption, check_at_least_one
+from diffquant.measure.task import LIMIT, Task, TaskOption, read_positive_option
 from diffquant.measure.tasks import register
-from diffquant.support.files import check_plain, file_digest
+from diffquant.support.files import check_regular_file, file_digest
 from diffquant.support.installation import install_command
 from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
@@ -23,7 +23,7 @@ from diffquant.support.progress import Progress
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.language_model import LanguageModel, ModelOutputs
     from diffquant.measure.protocols.harness_files import TaskFiles
 
 
@@ -56,8 +56,8 @@ class Harness(Task):
         if not task:
             raise cls.make_name_error(name)
         require_lm_eval()
-        require_trust(task, bool(TRUST_TASK.of(values)))
-        return cls(task=task, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        require_trust(task, bool(TRUST_TASK.value_in(values)))
+        return cls(task=task, limit=read_positive_option(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:
@@ -74,9 +74,13 @@ class Harness(Task):
         return identity
 
     def untracked_inputs(self) -> list[str]:
-        return _task_files(self.task).unseen() if _is_file(self.task) else ["the data that lm-eval fetches for it"]
+        return (
+            _task_files(self.task).untracked_inputs()
+            if _is_file(self.task)
+            else ["the data that lm-eval fetches for it"]
+        )
 
-    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
+    def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         """Run the task, and return all of its metrics.
 
         The score is the first metric of `_PREFERRED` that the task has, item by item, under the task's first filter.
@@ -192,7 +196,7 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
     for each in file.parent.glob("**/*.yaml"):
         # lm-eval opens all of them.
         with suppress(FileNotFoundError, IsADirectoryError):
-            check_plain(each)
+            check_regular_file(each)
     # Indexing lm-eval's own tasks takes many seconds, and the user's file does not need them.
     manager = TaskManager(include_path=str(file.parent), include_defaults=False)
     entry = manager.task_index.get(name)

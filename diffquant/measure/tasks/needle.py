@@ -13,7 +13,7 @@ from diffquant.errors import UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.stats import standard_error
-from diffquant.measure.task import LIMIT, NEEDLE_LENGTHS, TEXT, Task, TaskOption, check_at_least_one
+from diffquant.measure.task import LIMIT, NEEDLE_LENGTHS, TEXT, Task, TaskOption, read_positive_option
 from diffquant.measure.tasks import register
 from diffquant.reports.plots import escape_dollars, new_figure
 from diffquant.support.names import split_numbers
@@ -23,7 +23,7 @@ from diffquant.support.progress import Progress
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.language_model import LanguageModel, ModelOutputs
     from diffquant.measure.protocols.needle import NeedlePlan
 
 
@@ -41,13 +41,13 @@ LENGTHS = TaskOption[tuple[int, ...]](
 )
 
 
-def accuracy_by_place(cell: Cell) -> dict[tuple[float, int], float]:
+def accuracy_by_depth(cell: Cell) -> dict[tuple[float, int], float]:
     """Return the accuracy of a needle cell in percent, by (depth, prompt length)."""
     places = cell.result.details["by_place"] if cell.result else []
     return {(place["depth"], int(place["length"])): 100 * place["accuracy"] for place in places}
 
 
-def plot_places(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
+def plot_accuracy_grid(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
     """Draw needle accuracy at 16 bits by depth (rows) and length (columns), with a panel per model and task.
 
     If the accuracy is the same at all depths and lengths, a line of text replaces the panel.
@@ -60,7 +60,7 @@ def plot_places(cells: Sequence[tuple[str, Cell]], path: Path) -> None:
         UsageError: no needle cell was measured at 16 bits, or each has the same accuracy at all depths and
             lengths.
     """
-    panels = {(name, cell.task): accuracy_by_place(cell) for name, cell in cells if cell.point.is_baseline}
+    panels = {(name, cell.task): accuracy_by_depth(cell) for name, cell in cells if cell.point.is_baseline}
     differing = {key: places for key, places in panels.items() if len({*places.values()}) > 1}
     if not differing:
         raise UsageError("nothing to plot: no needle cell at 16 bits has an accuracy that differs by depth or length")
@@ -113,7 +113,7 @@ class Needle(Task):
     usage: ClassVar = "needle[:N[:R]]"
     options: ClassVar = (LIMIT, TEXT, LENGTHS)
     columns: ClassVar = ITEMS
-    plots: ClassVar = {"places.png": plot_places}
+    plots: ClassVar = {"places.png": plot_accuracy_grid}
 
     text: str
     plan: "NeedlePlan"
@@ -129,16 +129,16 @@ class Needle(Task):
             raise cls.make_name_error(name, "needle:4:2")
         needles, asked = (*map(int, counts), 1, 1)[:2]
         # A length that is given twice would count the same items twice.
-        plan = NeedlePlan(needles, asked, tuple(dict.fromkeys(LENGTHS.of(values))))
-        text = load_text(TEXT.of(values))
-        return cls(text=text, plan=plan, limit=check_at_least_one(LIMIT, values), batch_tokens=batch_tokens)
+        plan = NeedlePlan(needles, asked, tuple(dict.fromkeys(LENGTHS.value_in(values))))
+        text = load_text(TEXT.value_in(values))
+        return cls(text=text, plan=plan, limit=read_positive_option(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:
         return f"{self.kind}:{self.plan.needles}:{self.plan.asked}"
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return sum(self.plan.item_lengths[: self.limit])
 
     def identity(self) -> JsonObject:
@@ -156,7 +156,7 @@ class Needle(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:  # noqa: ARG002
+    def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         from diffquant.measure.protocols import needle
 
         items, retrieved = needle.evaluate_needle(model, self.text, self.plan, self.limit, self.batch_tokens, progress)
@@ -170,6 +170,6 @@ class Needle(Task):
                 "retrieved": score,
                 "retrieved_se": standard_error(retrieved),
                 "items": needle.needle_digest(items),
-                "by_place": needle.by_place(items, retrieved),
+                "by_place": needle.compute_accuracy_grid(items, retrieved),
             },
         )

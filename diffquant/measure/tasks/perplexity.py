@@ -21,16 +21,16 @@ from diffquant.measure.task import (
     TEXT,
     WINDOW,
     Task,
-    check_at_least_one,
+    read_positive_option,
 )
 from diffquant.measure.tasks import register
 from diffquant.support.plain_data import JsonObject
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffquant.measure.language_model import LanguageModel, States
+    from diffquant.measure.language_model import LanguageModel, ModelOutputs
 
 
 _NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
@@ -105,13 +105,13 @@ class Perplexity(Task):
 
         if name != cls.kind:
             raise cls.make_name_error(name)
-        window, stride = WINDOW.of(values), STRIDE.of(values)
-        check_windows(window, stride)
-        text = load_text(TEXT.of(values), check_at_least_one(CHARACTERS, values))
+        window, stride = WINDOW.value_in(values), STRIDE.value_in(values)
+        check_text_windows(window, stride)
+        text = load_text(TEXT.value_in(values), read_positive_option(CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         # Windows overlap; a single window is no longer than the text.
         read = len(self.text) // CHARACTERS_PER_TOKEN
         return read if read <= self.window else read * self.window // self.stride
@@ -128,22 +128,22 @@ class Perplexity(Task):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: "LanguageModel", reference: "States | None", progress: Progress) -> TaskResult:
-        details = score_text(model, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
+    def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:
+        details = compute_perplexity(model, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
         return TaskResult(metric="perplexity", details=details)
 
-    def reference(self, model: "LanguageModel", progress: Progress) -> "States":
+    def compute_reference(self, model: "LanguageModel", progress: Progress) -> "ModelOutputs":
         return compute_reference(model, self.text, self.window, self.stride, self.batch_tokens, progress)
 
 
-def score_text(
+def compute_perplexity(
     model: "LanguageModel",
     text: str,
     window: int = WINDOW.default,
     stride: int = STRIDE.default,
     batch_tokens: int = BATCH_TOKENS,
-    reference: "States | None" = None,
-    progress: Progress = silent,
+    reference: "ModelOutputs | None" = None,
+    progress: Progress = report_nothing,
 ) -> JsonObject:
     """Compute the perplexity of a text, and KL from a reference over the same text and windows.
 
@@ -165,14 +165,14 @@ def score_text(
     from diffquant.measure.language_model import require_finite
     from diffquant.measure.scoring import kl_by_position, token_scores
 
-    tokens = encode_text(model.tokenizer, text, model.vocabulary, model.device)
+    tokens = encode_text(model.tokenizer, text, model.vocabulary_size, model.device)
     counts: list[int] = []
     nll: list[float] = []
     kl: list[float] = []
     done = 0
     with torch.inference_mode():
         for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
-            for states, targets in _by_window(model.read(ids[:, :-1]), ids, scored):
+            for states, targets in _by_window(model.compute_outputs(ids[:, :-1]), ids, scored):
                 logprobs, _ = token_scores(states, targets.unsqueeze(1))
                 counts.append(len(states))
                 nll.append(-float(logprobs.mean(dtype=torch.float64)))
@@ -214,8 +214,8 @@ def compute_reference(
     window: int = WINDOW.default,
     stride: int = STRIDE.default,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress = silent,
-) -> "States":
+    progress: Progress = report_nothing,
+) -> "ModelOutputs":
     """Return a reference model's outputs at every scored token of a text, for the KL of other models.
 
     Raises:
@@ -226,16 +226,16 @@ def compute_reference(
     from diffquant.checkpoints.tokens import encode_text
     from diffquant.measure.language_model import join_states
 
-    tokens = encode_text(model.tokenizer, text, model.vocabulary, model.device)
-    parts: list[States] = []
+    tokens = encode_text(model.tokenizer, text, model.vocabulary_size, model.device)
+    parts: list[ModelOutputs] = []
     with torch.inference_mode():
         for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
-            parts += [states for states, _ in _by_window(model.read(ids[:, :-1]), ids, scored)]
+            parts += [states for states, _ in _by_window(model.compute_outputs(ids[:, :-1]), ids, scored)]
             progress(sum(map(len, parts)), len(tokens) - 1, "reading with the 16-bit model")
     return join_states(parts)
 
 
-def check_windows(window: int, stride: int) -> None:
+def check_text_windows(window: int, stride: int) -> None:
     """Check that windows cover the text.
 
     Raises:
@@ -251,7 +251,7 @@ def _windows(
     """Yield passes over the text: windows [B, T + 1] that include the next token, and how many tokens each scores."""
     import torch
 
-    check_windows(window, stride)
+    check_text_windows(window, stride)
     window = min(window, len(tokens) - 1, model.max_length)
     spans = list(_spans(len(tokens) - 1, window, min(stride, window)))
     rows = max(1, batch_tokens // window)
@@ -260,7 +260,7 @@ def _windows(
         yield torch.stack([tokens[end - window : end + 1] for end in ends]), list(scored)
 
 
-def _by_window(states: "States", ids: "Tensor", scored: list[int]) -> "Iterator[tuple[States, Tensor]]":
+def _by_window(states: "ModelOutputs", ids: "Tensor", scored: list[int]) -> "Iterator[tuple[ModelOutputs, Tensor]]":
     """Yield for each window the states of the P positions that it scores, and the token [P] after each."""
     for index, (row, count) in enumerate(zip(ids, scored, strict=True)):
         yield states[index][len(row) - 1 - count :], row[len(row) - count :]

@@ -14,7 +14,7 @@ from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, refuse_windows, register
-from diffquant.model.adapters.sizes import check_angles
+from diffquant.model.adapters.sizes import check_rope_angles
 from diffquant.model.architecture import TransformerArchitecture
 from diffquant.support.names import import_all, option_name
 
@@ -51,7 +51,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     _refuse_settings(config)
     adapter = READERS[model_type](config)
     if isinstance(adapter.architecture, TransformerArchitecture):
-        check_angles(adapter.architecture)
+        check_rope_angles(adapter.architecture)
     return adapter
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.family.heads import HeadLayout
 from diffquant.model.architecture import Architecture
-from diffquant.model.blocks import Parameter, Parameters, Shape
+from diffquant.model.blocks import Parameters, ParameterSpec, Shape
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Adapter:
     kv_repeats: int = 1
     may_lack_norm_weight: bool = False
 
-    def adapt_to(self, tensors: Collection[str]) -> "Adapter":
+    def match_tensors(self, tensors: Collection[str]) -> "Adapter":
         """Return this adapter, or one without the per-pair norm's weight if the checkpoint's `tensors` lack it."""
         if not self.may_lack_norm_weight or any(name.endswith(".subln.weight") for name in tensors):
             return self
@@ -47,7 +47,7 @@ class Adapter:
     def source_parameters(self) -> Parameters:
         """All tensors that the checkpoint must contain, by the checkpoint's names."""
         parameters: Parameters = {}
-        for name, parameter in (self.architecture.parameters | self.architecture.carried).items():
+        for name, parameter in (self.architecture.parameters | self.architecture.unused_parameters).items():
             rows, *rest = parameter.shape
             shape = (rows // self._count_repeats(parameter), *rest)
             parameters[self.source_name(name)] = replace(parameter, shape=shape)
@@ -67,7 +67,7 @@ class Adapter:
         heads = torch.arange(parameter.shape[0] // repeats).view(-1, width)
         return heads.repeat_interleave(repeats, 0).flatten()
 
-    def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
+    def layout_row_order(self, layout: HeadLayout, canonical: str) -> Tensor | None:
         """Return the index of the checkpoint's row for each row of a parameter whose heads are ordered as in `layout`.
 
         None means that the order is the same.
@@ -79,7 +79,7 @@ class Adapter:
             return repeated if order is None else order
         return repeated[order]
 
-    def _count_repeats(self, parameter: Parameter) -> int:
+    def _count_repeats(self, parameter: ParameterSpec) -> int:
         return self.kv_repeats if parameter.projection in ("k_proj", "v_proj") else 1
 
 
@@ -90,11 +90,11 @@ READERS: dict[str, Reader] = {}
 WITH_WINDOWS: set[str] = set()
 
 
-def register(model_type: str, *, windows: bool = False) -> Callable[[Reader], Reader]:
+def register(model_type: str, *, supports_windows: bool = False) -> Callable[[Reader], Reader]:
     """Register a function as the reader of config.json files with a `model_type`.
 
     Args:
-        windows: whether the reader supports sliding windows. If not, configurations with a window are refused.
+        supports_windows: whether the reader supports sliding windows. If not, configurations with a window are refused.
 
     Raises:
         ValueError: that type already has a reader.
@@ -104,7 +104,7 @@ def register(model_type: str, *, windows: bool = False) -> Callable[[Reader], Re
         if model_type in READERS:
             raise ValueError(f"model_type {model_type!r} has a reader already")
         READERS[model_type] = reader
-        if windows:
+        if supports_windows:
             WITH_WINDOWS.add(model_type)
         return reader
 
@@ -125,14 +125,16 @@ def refuse_windows(config: Mapping[str, Any]) -> None:
         )
 
 
-def count_pairs(heads: int, key: str) -> int:
-    """Return the number of pairs for a number of heads; `key` is its key in config.json, for the message.
+def count_pairs(heads: int, config_key: str) -> int:
+    """Return the number of pairs for a number of heads; `config_key` is its key in config.json, for the message.
 
     Raises:
         CheckpointError: the number of heads is odd.
     """
     if heads % 2:
-        raise CheckpointError(f"{key} is {heads}: differential attention pairs its heads and needs an even number")
+        raise CheckpointError(
+            f"{config_key} is {heads}: differential attention pairs its heads and needs an even number"
+        )
     return heads // 2
 
 

@@ -47,7 +47,7 @@ def read_llama(config: dict[str, Any]) -> Adapter:
 
 
 @register("diff_transformer")
-def read_native(config: dict[str, Any]) -> Adapter:
+def read_diff_transformer(config: dict[str, Any]) -> Adapter:
     """Create the adapter for this package's own format, whose names and layout need no translation.
 
     Raises:

@@ -23,7 +23,7 @@ MOTIF: Mapping[str, Any] = {
 }
 
 
-@register("motif", windows=True)
+@register("motif", supports_windows=True)
 def read_motif(config: dict[str, Any]) -> Adapter:
     """Create the adapter for a `Motif` config.json.
 

@@ -25,7 +25,7 @@ _FIXED: Mapping[str, Any] = {
 _SUBLN_EPS = 1e-5
 
 
-@register("phi4flash", windows=True)
+@register("phi4flash", supports_windows=True)
 def read_phi4flash(config: dict[str, Any]) -> Adapter:
     """Create the adapter for a `phi4flash` config.json.
 

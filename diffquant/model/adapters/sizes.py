@@ -84,7 +84,7 @@ def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
     return rope
 
 
-def check_angles(architecture: TransformerArchitecture) -> None:
+def check_rope_angles(architecture: TransformerArchitecture) -> None:
     """Check that a model's rotary settings give an angle for each pair of channels of a head.
 
     Raises:
@@ -229,10 +229,10 @@ def v1_spec(sizes: Mapping[str, Any], **own: Any) -> DiffSpec:
 
     Args:
         sizes: sizes as `read_sizes` returns them.
-        own: fields of the specification that differ from these, such as the number of pairs.
+        overrides: fields of the specification that differ from these, such as the number of pairs.
 
     Raises:
-        CheckpointError: the number of heads is odd, or fields of `own` contradict the sizes.
+        CheckpointError: the number of heads is odd, or fields of `overrides` contradict the sizes.
     """
     counts = {"pairs": "num_attention_heads", "kv_pairs": "num_key_value_heads"}
     own |= {field: count_pairs(sizes[key], key) for field, key in counts.items() if field not in own}

@@ -16,10 +16,10 @@ from diffquant.model.motif3.blocks import (
     LatentAttentionBlock,
     PolyMLPBlock,
     PolySettings,
-    StreamsBlock,
+    StreamGatesBlock,
     mtp_parameters,
 )
-from diffquant.recipe.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import computing_dtype
 
 
 def plain_frequencies(width: int, theta: float) -> list[float]:
@@ -56,7 +56,7 @@ def yarn_factor(factor: float, mscale: float) -> float:
 
 def rotary_tables(positions: Tensor, frequencies: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:
     """Compute RoPE cosines and sines [B or 1, T, width] of positions [B or 1, T], in the dtype of `like`."""
-    wide = compute_dtype(like)
+    wide = computing_dtype(like)
     angles = positions[..., None].to(wide) * torch.tensor(frequencies, dtype=wide, device=positions.device)
     both = torch.cat([angles, angles], -1)
     return both.cos().to(like.dtype), both.sin().to(like.dtype)
@@ -108,7 +108,7 @@ class Motif3Architecture(Architecture):
     @cached_property
     def layers(self) -> Sequence[Blocks]:
         norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), self.final_norm[1])
-        streams = StreamsBlock(
+        streams = StreamGatesBlock(
             self.hidden_size, self.mhc_expansion_rate, self.mhc_sinkhorn_iters, 1 + self.mhc_h_post_alpha_end
         )
         return [
@@ -127,7 +127,7 @@ class Motif3Architecture(Architecture):
         return "norm", RMSNormBlock(self.hidden_size, self.rms_norm_eps)
 
     @cached_property
-    def carried(self) -> Parameters:
+    def unused_parameters(self) -> Parameters:
         attention = self._attention(0, self.window)
         network = self._dense(self._poly(0), self.intermediate_size)
         predicted = mtp_parameters(attention, network, self.final_norm[1])

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from diffquant.attention.registry import LATENT
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import MAX_QUERIES
-from diffquant.model.attention import PairAttention, project_sigmoids, rotate, zero_padding
+from diffquant.model.attention import PairAttention, apply_rotary_embedding, clear_padded_keys, project_sigmoids
 from diffquant.model.fused_cache import FusedLayer, latent_layer_refusal, warn_of_slow_decoding
 from diffquant.model.linears import add_linears
 from diffquant.model.motif3.blocks import LatentAttentionBlock
@@ -47,18 +47,24 @@ class LatentAttention(PairAttention):
 
     def forward(self, x: Tensor, rotary: Rotary, reading: Reading) -> Tensor:
         """Compute the output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, rope]."""
-        query_latent, latent, turned = self.latents(x, rotary)
-        q = self.queries(query_latent, rotary)
+        query_latent, latent, turned = self.compute_latents(x, rotary)
+        q = self.compute_queries(query_latent, rotary)
         mask = reading.mask(self.block.window)
         if self.key_rotation is not None:
-            q = torch.cat([q[..., : self.block.plain], rotate_by(q[..., self.block.plain :], self.key_rotation)], -1)
+            q = torch.cat(
+                [
+                    q[..., : self.block.unrotated_width],
+                    rotate_by(q[..., self.block.unrotated_width :], self.key_rotation),
+                ],
+                -1,
+            )
             turned = rotate_by(turned, self.key_rotation)
         lam = project_sigmoids(x, self.lambda_proj)
         y = None
         if reading.cache is not None:
             if self.value_rotation is not None:
                 latent = rotate_by(latent, self.value_rotation)
-            stored = zero_padding(turned, mask), zero_padding(latent, mask)
+            stored = clear_padded_keys(turned, mask), clear_padded_keys(latent, mask)
             y = self._decode_stored(q, stored, lam, mask, reading.cache)
             if y is None:
                 turned, latent = reading.cache.update(*stored, self.layer, needed=reading.needed)
@@ -74,27 +80,38 @@ class LatentAttention(PairAttention):
     def call_backend(self) -> str:
         return "auto" if self.backend == LATENT else self.backend
 
-    def latents(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_latents(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Compute query latents [B, T, q], key-value latents [B, 1, T, c] and rotated key channels [B, 1, T, r]."""
         latent, turned = self.wkv_a(x).split([self.block.latent, self.block.rope], -1)
-        latent, turned = self.kv_norm(latent).unsqueeze(1), rotate(turned.unsqueeze(1), rotary, self.spec.rope)
+        latent, turned = (
+            self.kv_norm(latent).unsqueeze(1),
+            apply_rotary_embedding(turned.unsqueeze(1), rotary, self.spec.rope),
+        )
         return self.q_norm(self.wq_a(x)), latent, turned
 
-    def queries(self, query_latent: Tensor, rotary: Rotary) -> Tensor:
+    def compute_queries(self, query_latent: Tensor, rotary: Rotary) -> Tensor:
         """Compute queries [B, query heads, T, d] from query latents, signal heads before noise heads."""
-        q = self.layout.queries(self.wq_b(query_latent))
-        return torch.cat([q[..., : self.block.plain], rotate(q[..., self.block.plain :], rotary, self.spec.rope)], -1)
+        q = self.layout.view_queries(self.wq_b(query_latent))
+        return torch.cat(
+            [
+                q[..., : self.block.unrotated_width],
+                apply_rotary_embedding(q[..., self.block.unrotated_width :], rotary, self.spec.rope),
+            ],
+            -1,
+        )
 
-    def expand(self, turned: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+    def expand_latents(self, rotated_keys: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys [B, h_kv, S, d] and values [B, h_kv, S, dv] from rotated key channels and latents."""
         heads = self.wkv_b(latent.squeeze(1)).unflatten(-1, (self.spec.kv_pairs, -1)).transpose(1, 2)
-        plain, values = heads.split([self.block.plain, self.spec.value_dim], -1)
-        return torch.cat([plain, turned.expand(-1, self.spec.kv_pairs, -1, -1)], -1), values
+        plain, values = heads.split([self.block.unrotated_width, self.spec.value_dim], -1)
+        return torch.cat([plain, rotated_keys.expand(-1, self.spec.kv_pairs, -1, -1)], -1), values
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values, [B, heads, T, width] each; queries include the layer's `scale_factor`."""
-        query_latent, latent, turned = self.latents(x, rotary)
-        return self.queries(query_latent, rotary) * self.block.scale_factor, *self.expand(turned, latent)
+        query_latent, latent, turned = self.compute_latents(x, rotary)
+        return self.compute_queries(query_latent, rotary) * self.block.scale_factor, *self.expand_latents(
+            turned, latent
+        )
 
     def _absorbs(self, queries: int, keys: int) -> bool:
         """Return whether the absorbed form is cheaper for these numbers of queries and keys, and allowed.
@@ -102,15 +119,15 @@ class LatentAttention(PairAttention):
         It is not allowed without cached tokens, since calibration needs each Linear to run as a module, nor if maps or
         operands are quantized, which is defined for the expanded form.
         """
-        if queries == keys or self.rounds or not isinstance(self.wkv_b, nn.Linear):
+        if queries == keys or self.has_quantizers or not isinstance(self.wkv_b, nn.Linear):
             return False
         spec, block = self.spec, self.block
         more_of_a_map = 2 * block.latent + block.rope - spec.head_dim - spec.value_dim
-        expansion = block.latent * spec.kv_pairs * (block.plain + spec.value_dim)
+        expansion = block.latent * spec.kv_pairs * (block.unrotated_width + spec.value_dim)
         return queries * spec.query_heads * more_of_a_map < expansion
 
     def _attend_expanded(self, q: Tensor, turned: Tensor, latent: Tensor, lam: Tensor, mask: Mask) -> Tensor:
-        return self.attend(q, *self.expand(turned, latent), lam, mask)
+        return self.attend(q, *self.expand_latents(turned, latent), lam, mask)
 
     def _attend_absorbed(self, q: Tensor, turned: Tensor, latent: Tensor, lam: Tensor, mask: Mask) -> Tensor:
         keys = torch.cat([latent, turned], -1)
@@ -132,7 +149,7 @@ class LatentAttention(PairAttention):
         from diffquant.kernels.cache.latent import decode_latent
 
         refusal = self.decoding_refusal(layer.recipe)
-        if mask.keys is not None and mask.ranges is None:
+        if mask.keys is not None and mask.valid_ranges is None:
             refusal = "the padding mask has holes"
         if refusal is not None:
             warn_of_slow_decoding(refusal)
@@ -147,11 +164,11 @@ class LatentAttention(PairAttention):
 
     def decoding_refusal(self, recipe: Recipe) -> str | None:
         """Return why no kernel decodes from latents stored under this recipe, or None."""
-        if self.rounds:
+        if self.has_quantizers:
             return "logits, softmax weights or operands of attention are quantized, which needs dequantized latents"
         if not isinstance(self.wkv_b, nn.Linear):
             return "wkv_b is packed, but mapping queries to latents needs its 16-bit weight"
-        if self.post() is not None:
+        if self.pair_norm_settings() is not None:
             return "pairs have a norm, which does not apply to latents"
         weight = self.wkv_b.weight
         return latent_layer_refusal(recipe, self.block.rope, self.block.latent, weight.dtype, weight.device)
@@ -159,10 +176,10 @@ class LatentAttention(PairAttention):
     def _to_latent_space(self, q: Tensor) -> list[Tensor]:
         """Map queries to [B, heads, T, c + r] per map: unrotated channels to latent space, rotated ones unchanged."""
         maps = []
-        for queries in self.layout.query_maps(q):
+        for queries in self.layout.split_query_maps(q):
             grouped = queries.unflatten(1, (self.spec.kv_pairs, -1))
-            within = grouped[..., : self.block.plain] @ self._per_head[0][:, None]
-            maps.append(torch.cat([within, grouped[..., self.block.plain :]], -1).flatten(1, 2))
+            within = grouped[..., : self.block.unrotated_width] @ self._per_head[0][:, None]
+            maps.append(torch.cat([within, grouped[..., self.block.unrotated_width :]], -1).flatten(1, 2))
         return maps
 
     def _to_values(self, y: Tensor) -> Tensor:
@@ -175,5 +192,5 @@ class LatentAttention(PairAttention):
     def _per_head(self) -> Sequence[Tensor]:
         """Weights of each head's unrotated keys [h_kv, plain, c] and values [h_kv, dv, c], applied to the latent."""
         per_head = self.wkv_b.weight.unflatten(0, (self.spec.kv_pairs, -1))
-        parts: Sequence[Tensor] = per_head.split([self.block.plain, self.spec.value_dim], 1)
+        parts: Sequence[Tensor] = per_head.split([self.block.unrotated_width, self.spec.value_dim], 1)
         return parts

@@ -8,13 +8,13 @@ from typing import ClassVar
 from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import (
     Block,
+    CachedShapes,
     MLPBlock,
     Packing,
-    Parameter,
     Parameters,
+    ParameterSpec,
     RMSNormBlock,
-    TokenRows,
-    linear,
+    linear_parameters,
     prefix_names,
 )
 from diffquant.recipe.targets import LAYER_TARGETS
@@ -38,7 +38,7 @@ class LatentAttentionBlock(Block):
     """
 
     module = "diffquant.model.motif3.attention:LatentAttention"
-    export = "diffquant.onnx.architectures.motif3:latent_attention"
+    export = "diffquant.onnx.architectures.motif3:add_latent_attention"
     targets: ClassVar[tuple[str, ...]] = LAYER_TARGETS
 
     layer: int
@@ -57,30 +57,30 @@ class LatentAttentionBlock(Block):
         return "latent attention" if self.window is None else "windowed latent attention"
 
     @property
-    def plain(self) -> int:
+    def unrotated_width(self) -> int:
         """Number of unrotated channels per head, which keys compute from the latent."""
         return self.spec.head_dim - self.rope
 
     def parameter_specs(self) -> Parameters:
         spec, inner = self.spec, self.spec.pairs * self.spec.value_dim
         return {
-            **linear("wq_a", self.query_latent, self.width),
+            **linear_parameters("wq_a", self.query_latent, self.width),
             **prefix_names("q_norm", RMSNormBlock(self.query_latent, self.eps).parameter_specs()),
-            **linear("wq_b", spec.layout.height("q_proj"), self.query_latent, projection="q_proj"),
-            "wq_b_gate.weight": Parameter((inner, self.query_latent), "named", is_large=True),
-            **linear("wkv_a", self.latent + self.rope, self.width),
+            **linear_parameters("wq_b", spec.layout.row_count("q_proj"), self.query_latent, projection="q_proj"),
+            "wq_b_gate.weight": ParameterSpec((inner, self.query_latent), "named", is_large=True),
+            **linear_parameters("wkv_a", self.latent + self.rope, self.width),
             **prefix_names("kv_norm", RMSNormBlock(self.latent, self.eps).parameter_specs()),
-            "wkv_b.weight": Parameter(
-                (spec.kv_pairs * (self.plain + spec.value_dim), self.latent), "weights", by_head=True
+            "wkv_b.weight": ParameterSpec(
+                (spec.kv_pairs * (self.unrotated_width + spec.value_dim), self.latent), "weights", by_head=True
             ),
-            **linear("lambda_proj", spec.gates, self.width, packing="named"),
-            **linear("wo", self.width, inner),
+            **linear_parameters("lambda_proj", spec.gate_count, self.width, packing="named"),
+            **linear_parameters("wo", self.width, inner),
         }
 
     @property
-    def stored(self) -> TokenRows:
+    def cached_shapes(self) -> CachedShapes:
         """Shapes in the cache: the rotated key channels as one key head, and the latent as one value head."""
-        return TokenRows((1, self.rope), (1, self.latent), self.window, is_latent=True)
+        return CachedShapes((1, self.rope), (1, self.latent), self.window, is_latent=True)
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,13 @@ class PolyMLPBlock(MLPBlock):
     """
 
     module = "diffquant.model.motif3.experts:PolyMLP"
-    export = "diffquant.onnx.architectures.experts:poly_mlp"
+    export = "diffquant.onnx.architectures.experts:add_poly_mlp"
 
     poly: PolySettings = field(kw_only=True)
 
     def parameter_specs(self) -> Parameters:
-        return {
-            name: replace(each, is_wide=name.startswith("act_fn.")) for name, each in super().parameter_specs().items()
-        }
+        specs = super().parameter_specs()
+        return {name: replace(each, is_float32=name.startswith("act_fn.")) for name, each in specs.items()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class ExpertsBlock(Block):
     """
 
     module = "diffquant.model.motif3.experts:Experts"
-    export = "diffquant.onnx.architectures.experts:experts"
+    export = "diffquant.onnx.architectures.experts:add_experts"
     kind = "experts"
 
     width: int
@@ -150,20 +149,20 @@ class ExpertsBlock(Block):
     shared: PolyMLPBlock
 
     def parameter_specs(self) -> Parameters:
-        router = Parameter((self.experts, self.width), "named", is_wide=True)
+        router = ParameterSpec((self.experts, self.width), "named", is_float32=True)
         return {
             "router.gate.weight": router,
-            **({"expert_bias": Parameter((self.experts,), is_wide=True)} if self.biased else {}),
-            "experts.gate_up_proj": Parameter((self.experts, 2 * self.inner, self.width), "weights"),
-            "experts.down_proj": Parameter((self.experts, self.width, self.inner), "weights"),
-            "experts.act_fn.weight": Parameter((self.experts, 3), is_wide=True),
-            "experts.act_fn.bias": Parameter((self.experts, 1), is_wide=True),
+            **({"expert_bias": ParameterSpec((self.experts,), is_float32=True)} if self.biased else {}),
+            "experts.gate_up_proj": ParameterSpec((self.experts, 2 * self.inner, self.width), "weights"),
+            "experts.down_proj": ParameterSpec((self.experts, self.width, self.inner), "weights"),
+            "experts.act_fn.weight": ParameterSpec((self.experts, 3), is_float32=True),
+            "experts.act_fn.bias": ParameterSpec((self.experts, 1), is_float32=True),
             **prefix_names("shared_experts", self.shared.parameter_specs()),
         }
 
 
 @dataclass(frozen=True)
-class StreamsBlock(Block):
+class StreamGatesBlock(Block):
     """Gates between the residual streams and a sublayer (attention or MLP): of its input, the mixing and its output.
 
     Attributes:
@@ -173,8 +172,8 @@ class StreamsBlock(Block):
         post_scale: largest factor with which the sublayer's output is added to a stream.
     """
 
-    module = "diffquant.model.motif3.modeling:Streams"
-    export = "diffquant.onnx.architectures.motif3:read_streams"
+    module = "diffquant.model.motif3.modeling:StreamGates"
+    export = "diffquant.onnx.architectures.motif3:add_read_streams"
 
     width: int
     streams: int
@@ -182,18 +181,18 @@ class StreamsBlock(Block):
     post_scale: float
 
     @property
-    def gates(self) -> Mapping[str, tuple[int, ...]]:
+    def gate_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the gates, by name."""
         return {"pre": (self.streams,), "post": (self.streams,), "res": (self.streams, self.streams)}
 
     def parameter_specs(self) -> Parameters:
         all_streams = self.streams * self.width
-        heights = {name: math.prod(shape) for name, shape in self.gates.items()}
+        heights = {name: math.prod(shape) for name, shape in self.gate_shapes.items()}
         shapes: dict[str, tuple[int, ...]] = {"rms_norm.weight": (all_streams,)}
         shapes |= {f"proj_{name}.weight": (height, all_streams) for name, height in heights.items()}
-        shapes |= {f"alpha_{name}": (1,) for name in self.gates}
-        shapes |= {f"bias_{name}": shape for name, shape in self.gates.items()}
-        return {name: Parameter(shape, is_wide=True) for name, shape in shapes.items()}
+        shapes |= {f"alpha_{name}": (1,) for name in self.gate_shapes}
+        shapes |= {f"bias_{name}": shape for name, shape in self.gate_shapes.items()}
+        return {name: ParameterSpec(shape, is_float32=True) for name, shape in shapes.items()}
 
 
 def mtp_parameters(attention: LatentAttentionBlock, network: PolyMLPBlock, norm: RMSNormBlock) -> Parameters:
@@ -204,7 +203,7 @@ def mtp_parameters(attention: LatentAttentionBlock, network: PolyMLPBlock, norm:
     kept: Packing = "named"
     parameters = {
         **prefix_names("embed_norm", norm.parameter_specs()),
-        **linear("input_proj", norm.width, 2 * norm.width),
+        **linear_parameters("input_proj", norm.width, 2 * norm.width),
         **prefix_names("input_layernorm", norm.parameter_specs()),
         **prefix_names("self_attn", attention.parameter_specs()),
         **prefix_names("post_attention_layernorm", norm.parameter_specs()),

@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 from diffquant.model.activations import poly_norm
 from diffquant.model.linears import add_linears
 from diffquant.model.motif3.blocks import ExpertsBlock, PolyMLPBlock
-from diffquant.recipe.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import computing_dtype
 
 # Keeps normalized routing weights finite if the sigmoids of all chosen experts are 0.
 SUM_EPS = 1e-20
@@ -27,7 +27,7 @@ class PolyMLP(nn.Module):
         self.act_fn = PolyNorm(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        clamp, wide = self.poly.clamp, compute_dtype(x)
+        clamp, wide = self.poly.clamp, computing_dtype(x)
         gate, up = (part(x).to(wide).clamp(-clamp, clamp) for part in (self.gate_proj, self.up_proj))
         product = poly_norm(gate, *self.act_fn(self.poly.sigmoid)) * up
         out: Tensor = self.down_proj(product.to(x.dtype) * self.poly.scale)
@@ -44,7 +44,7 @@ class PolyNorm(nn.Module):
 
     def forward(self, sigmoid: bool) -> tuple[Tensor, Tensor]:
         """Return weights [..., 3] of the cubic, square and linear terms, and bias [..., 1], in at least float32."""
-        weight = self.weight.to(compute_dtype(self.weight))
+        weight = self.weight.to(computing_dtype(self.weight))
         return weight.sigmoid() if sigmoid else weight, self.bias.to(weight.dtype)
 
 
@@ -69,7 +69,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output [B, T, D] for x [B, T, D]; each expert runs only on the tokens routed to it."""
-        tokens, wide = x.flatten(0, 1), compute_dtype(x)
+        tokens, wide = x.flatten(0, 1), computing_dtype(x)
         chosen, shares = self.route(tokens)
         weights, biases = self.get_submodule("experts.act_fn")(self.block.poly.sigmoid)
         if self.block.poly.bias_clamp is not None:
@@ -84,7 +84,7 @@ class Experts(nn.Module):
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for tokens [N, D]; return their indices, int64, and routing weights, [N, chosen] each."""
-        wide = compute_dtype(tokens)
+        wide = computing_dtype(tokens)
         scores = linear(tokens.to(wide), self.get_parameter("router.gate.weight").to(wide)).sigmoid()
         favoured = scores if self.expert_bias is None else scores + self.expert_bias.to(wide)
         chosen = favoured.topk(self.block.chosen).indices
@@ -94,7 +94,7 @@ class Experts(nn.Module):
         return chosen, shares * self.block.scale
 
     def _expert(self, expert: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        poly, wide = self.block.poly, compute_dtype(x)
+        poly, wide = self.block.poly, computing_dtype(x)
         gate, up = linear(x, self.get_parameter("experts.gate_up_proj")[expert]).to(wide).chunk(2, -1)
         product = (poly_norm(gate, weight, bias) * up).clamp(-poly.clamp, poly.clamp)
         return linear(product.to(x.dtype) * poly.scale, self.get_parameter("experts.down_proj")[expert])

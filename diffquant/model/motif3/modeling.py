@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from diffquant.attention.registry import LATENT
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.blocks import TokenRows
+from diffquant.model.blocks import CachedShapes
 from diffquant.model.cache import PackedLayer
 from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig
@@ -19,32 +19,32 @@ from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.fused_cache import FusedLayer, warn_of_slow_decoding
 from diffquant.model.motif3.architecture import Motif3Architecture, rotary_tables
 from diffquant.model.motif3.attention import LatentAttention, Rotary
-from diffquant.model.motif3.blocks import StreamsBlock
+from diffquant.model.motif3.blocks import StreamGatesBlock
 from diffquant.model.reading import Reading, compute_positions
 from diffquant.model.windowed_cache import MixedCache, create_storage
-from diffquant.recipe.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import computing_dtype
 
 EPS = 1e-6
 LARGEST_GATE, LARGEST_MIX = 10.0, 20.0
 SMALLEST_SUM = 1e-8
 
 
-class Streams(nn.Module):
+class StreamGates(nn.Module):
     """The gates of a sublayer, computed from all residual streams X [B, T, E, D] of a token, in at least float32."""
 
-    def __init__(self, block: StreamsBlock) -> None:
+    def __init__(self, block: StreamGatesBlock) -> None:
         super().__init__()
         self.block = block
         width = block.streams * block.width
         self.rms_norm = nn.RMSNorm(width, EPS)
-        for name, shape in block.gates.items():
+        for name, shape in block.gate_shapes.items():
             self.add_module(f"proj_{name}", nn.Linear(width, torch.Size(shape).numel(), bias=False))
             self.register_parameter(f"alpha_{name}", nn.Parameter(torch.zeros(1)))
             self.register_parameter(f"bias_{name}", nn.Parameter(torch.zeros(shape)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the sublayer's input [B, T, D], the mixed streams [B, T, E, D] and its output's factors [B, T, E]."""
-        wide = x.to(compute_dtype(x))
+        wide = x.to(computing_dtype(x))
         flat = wide.flatten(-2)
         n = rms_norm(flat, flat.shape[-1:], self.rms_norm.weight.to(flat.dtype), EPS)
         reads = self._gate("pre", n, LARGEST_GATE).sigmoid()
@@ -56,22 +56,22 @@ class Streams(nn.Module):
         """Compute the gate's logits α · projection + bias, [B, T, *shape], clipped to ±`largest`."""
         names = (f"proj_{name}.weight", f"alpha_{name}", f"bias_{name}")
         weight, alpha, bias = (self.get_parameter(each).to(n.dtype) for each in names)
-        raw: Tensor = linear(n, weight).unflatten(-1, self.block.gates[name])
+        raw: Tensor = linear(n, weight).unflatten(-1, self.block.gate_shapes[name])
         return (alpha * raw + bias).clamp(-largest, largest)
 
 
-def sinkhorn_normalize(mix: Tensor, rounds: int) -> Tensor:
+def sinkhorn_normalize(mix: Tensor, iterations: int) -> Tensor:
     """Normalize positive matrices [..., E, E] by repeatedly dividing rows, then columns, by their sums.
 
     Source: Sinkhorn and Knopp, 1967.
     """
-    for _ in range(rounds):
+    for _ in range(iterations):
         mix = mix / mix.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
         mix = mix / mix.sum(-2, keepdim=True).clamp(min=SMALLEST_SUM)
     return mix
 
 
-def write_streams(mixed: Tensor, y: Tensor, writes: Tensor) -> Tensor:
+def add_to_streams(mixed: Tensor, y: Tensor, writes: Tensor) -> Tensor:
     """Add a sublayer's output y [B, T, D], times `writes`, to the mixed streams; return them in y's dtype."""
     return (mixed + writes[..., None] * y.to(mixed.dtype)[..., None, :]).to(y.dtype)
 
@@ -88,8 +88,8 @@ class Motif3Layer(DecoderLayer):
     self_attn: LatentAttention
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
-    mhc_attn: Streams
-    mhc_ffn: Streams
+    mhc_attn: StreamGates
+    mhc_ffn: StreamGates
 
     @property
     def network(self) -> nn.Module:
@@ -97,18 +97,18 @@ class Motif3Layer(DecoderLayer):
 
     def forward(self, x: Tensor, rotary: Rotary, reading: Reading) -> Tensor:
         read, mixed, writes = self.mhc_attn(x)
-        x = write_streams(mixed, self.self_attn(self.input_layernorm(read), rotary, reading), writes)
+        x = add_to_streams(mixed, self.self_attn(self.input_layernorm(read), rotary, reading), writes)
         read, mixed, writes = self.mhc_ffn(x)
-        return write_streams(mixed, self.network(self.post_attention_layernorm(read)), writes)
+        return add_to_streams(mixed, self.network(self.post_attention_layernorm(read)), writes)
 
     def project(self, state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         read, _, _ = self.mhc_attn(state)
         return self.self_attn.project(self.input_layernorm(read), arguments[0])
 
-    def cached_states(self, state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def cached_latents(self, state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Compute the rotated key channels and latents that are cached, from the residual streams."""
         read, _, _ = self.mhc_attn(state)
-        _, latent, turned = self.self_attn.latents(self.input_layernorm(read), arguments[0])
+        _, latent, turned = self.self_attn.compute_latents(self.input_layernorm(read), arguments[0])
         return turned, latent
 
     @property
@@ -145,16 +145,16 @@ class Motif3Model(Decoder):
         if position_ids is None:
             position_ids = compute_positions(mask.keys, past, x.shape[1], x.device)
         reading = Reading.of(mask.keys, x.shape[1], self.architecture.window, cache)
-        return [(rotary, reading) for rotary in self.tables(position_ids, x)]
+        return [(rotary, reading) for rotary in self.layer_rotary_tables(position_ids, x)]
 
-    def start(self, x: Tensor) -> Tensor:
+    def initial_state(self, x: Tensor) -> Tensor:
         """Return the first layer's residual streams [B, T, E, D]: E copies of the embeddings [B, T, D]."""
         return x.unsqueeze(-2).expand(-1, -1, self.architecture.mhc_expansion_rate, -1)
 
-    def hidden(self, state: Tensor) -> Tensor:
+    def hidden_states(self, state: Tensor) -> Tensor:
         return state.mean(-2)
 
-    def tables(self, positions: Tensor, like: Tensor) -> Sequence[Rotary]:
+    def layer_rotary_tables(self, positions: Tensor, like: Tensor) -> Sequence[Rotary]:
         """Compute RoPE cosines and sines for each layer, in the dtype of `like`."""
         of_layers = [layer.self_attn.block.frequencies for layer in cast(Sequence[Motif3Layer], self.layers)]
         by_frequencies = {each: rotary_tables(positions, each, like) for each in dict.fromkeys(of_layers)}
@@ -169,10 +169,10 @@ class Motif3Model(Decoder):
 
     def new_cache(self) -> MixedCache:
         """Return a new empty cache of latents for the recipe."""
-        rows = self.architecture.token_rows.items()
+        rows = self.architecture.cached_shapes.items()
         return MixedCache(self.recipe, [self._storage(layer, each) for layer, each in rows])
 
-    def _storage(self, layer: int, rows: TokenRows) -> PackedLayer:
+    def _storage(self, layer: int, rows: CachedShapes) -> PackedLayer:
         attention = cast(Motif3Layer, self.layers[layer]).self_attn
         # The kernel has no backward pass, and windowed layers have too few tokens to gain from it.
         if attention.backend == LATENT and rows.window is None and not torch.is_grad_enabled():

@@ -11,15 +11,15 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import (
     Block,
     Blocks,
+    CachedShapes,
     MLPBlock,
-    Parameter,
     Parameters,
+    ParameterSpec,
     RMSNormBlock,
     Shape,
-    TokenRows,
-    linear,
+    cached_shapes,
+    linear_parameters,
     pair_parameters,
-    token_rows,
 )
 from diffquant.recipe.targets import LAYER_TARGETS
 
@@ -41,7 +41,7 @@ class FusedAttentionBlock(Block):
     """
 
     module = "diffquant.model.sambay.layers:SambaYAttention"
-    export = "diffquant.onnx.architectures.sambay:attention"
+    export = "diffquant.onnx.architectures.sambay:add_attention"
 
     layer: int
     spec: DiffSpec
@@ -55,21 +55,21 @@ class FusedAttentionBlock(Block):
         return ("logits", "qk", "p", "pv") if self.is_cross else LAYER_TARGETS
 
     @property
-    def heights(self) -> list[int]:
+    def row_counts(self) -> list[int]:
         """Number of rows of each projection in the fused weight."""
-        return [self.spec.layout.height(name) for name in PROJECTIONS[: 1 if self.is_cross else None]]
+        return [self.spec.layout.row_count(name) for name in PROJECTIONS[: 1 if self.is_cross else None]]
 
     def parameter_specs(self) -> Parameters:
-        pair = pair_parameters(self.spec, is_wide=True)
+        pair = pair_parameters(self.spec, is_float32=True)
         return {
-            **linear("Wqkv", sum(self.heights), self.width, biased=True),
-            **linear("out_proj", self.width, self.spec.pairs * self.spec.value_dim, biased=True),
+            **linear_parameters("Wqkv", sum(self.row_counts), self.width, biased=True),
+            **linear_parameters("out_proj", self.width, self.spec.pairs * self.spec.value_dim, biased=True),
             **{f"inner_cross_attn.{name}": parameter for name, parameter in pair.items()},
         }
 
     @property
-    def stored(self) -> TokenRows | None:
-        return None if self.is_cross else token_rows(self.spec, self.window)
+    def cached_shapes(self) -> CachedShapes | None:
+        return None if self.is_cross else cached_shapes(self.spec, self.window)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class MambaBlock(Block):
     """
 
     module = "diffquant.model.sambay.layers:Mamba"
-    export = "diffquant.onnx.architectures.sambay:mamba"
+    export = "diffquant.onnx.architectures.sambay:add_mamba"
     kind = "mamba"
 
     width: int
@@ -96,20 +96,20 @@ class MambaBlock(Block):
 
     def parameter_specs(self) -> Parameters:
         return {
-            **linear("in_proj", 2 * self.inner, self.width),
-            "conv1d.weight": Parameter((self.inner, 1, self.kernel_size)),
-            "conv1d.bias": Parameter((self.inner,)),
-            **linear("x_proj", self.rank + 2 * self.states, self.inner),
+            **linear_parameters("in_proj", 2 * self.inner, self.width),
+            "conv1d.weight": ParameterSpec((self.inner, 1, self.kernel_size)),
+            "conv1d.bias": ParameterSpec((self.inner,)),
+            **linear_parameters("x_proj", self.rank + 2 * self.states, self.inner),
             # It is small, so it is quantized only under an override.
-            **linear("dt_proj", self.inner, self.rank, biased=True, packing="named"),
-            **linear("out_proj", self.width, self.inner),
+            **linear_parameters("dt_proj", self.inner, self.rank, biased=True, packing="named"),
+            **linear_parameters("out_proj", self.width, self.inner),
             # They are used in an exponential, in float32 as in the reference.
-            "A_log": Parameter((self.inner, self.states), is_wide=True),
-            "D": Parameter((self.inner,), is_wide=True),
+            "A_log": ParameterSpec((self.inner, self.states), is_float32=True),
+            "D": ParameterSpec((self.inner,), is_float32=True),
         }
 
     @property
-    def stored(self) -> tuple[Shape, ...]:
+    def cached_shapes(self) -> tuple[Shape, ...]:
         """Shapes of the convolution's newest inputs and of the state."""
         return (self.kernel_size - 1, self.inner), (self.inner, self.states)
 
@@ -124,33 +124,35 @@ class GatedMemoryBlock(Block):
     """
 
     module = "diffquant.model.sambay.layers:GatedMemory"
-    export = "diffquant.onnx.architectures.sambay:gated_memory"
+    export = "diffquant.onnx.architectures.sambay:add_gated_memory"
     kind = "gated memory"
 
     width: int
     inner: int
 
     def parameter_specs(self) -> Parameters:
-        return linear("in_proj", self.inner, self.width) | linear("out_proj", self.width, self.inner)
+        return linear_parameters("in_proj", self.inner, self.width) | linear_parameters(
+            "out_proj", self.width, self.inner
+        )
 
 
 class FusedMLPBlock(MLPBlock):
     """A gated MLP with gate and up projection in one weight, the gate first; its activation has no parameters."""
 
     module = "diffquant.model.sambay.layers:SambaYMLP"
-    export = "diffquant.onnx.architectures.sambay:mlp"
+    export = "diffquant.onnx.architectures.sambay:add_mlp"
 
     def parameter_specs(self) -> Parameters:
-        return linear("fc1", 2 * self.inner, self.width) | linear("fc2", self.width, self.inner)
+        return linear_parameters("fc1", 2 * self.inner, self.width) | linear_parameters("fc2", self.width, self.inner)
 
 
 class LayerNormBlock(RMSNormBlock):
     """A LayerNorm with a weight and a bias."""
 
-    export = "diffquant.onnx.architectures.sambay:norm"
+    export = "diffquant.onnx.architectures.sambay:add_norm"
 
     def parameter_specs(self) -> Parameters:
-        return super().parameter_specs() | {"bias": Parameter((self.width,))}
+        return super().parameter_specs() | {"bias": ParameterSpec((self.width,))}
 
     def new_module(self) -> "nn.Module":
         from torch.nn import LayerNorm

@@ -10,13 +10,13 @@ from torch.nn.functional import conv1d, linear, silu, softplus
 
 from diffquant.errors import UsageError
 from diffquant.model.activations import find_activation
-from diffquant.model.attention import PairAttention, zero_padding
+from diffquant.model.attention import PairAttention, clear_padded_keys
 from diffquant.model.decoder import DecoderLayer
 from diffquant.model.linears import add_linears
 from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import FusedAttentionBlock, FusedMLPBlock, GatedMemoryBlock, MambaBlock
 from diffquant.model.windowed_cache import RecurrentLayer
-from diffquant.recipe.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import computing_dtype
 
 # Tokens per chunk of the scan, so that its memory does not grow with the sequence.
 _BLOCK_TOKENS = 64
@@ -71,7 +71,7 @@ def causal_convolution(u: Tensor, weight: Tensor, bias: Tensor | None, earlier: 
     return conv1d(inputs, weight, bias, groups=len(weight)).mT
 
 
-def last_inputs(u: Tensor, counts: Tensor | None, earlier: Tensor) -> Tensor:
+def newest_conv_inputs(u: Tensor, counts: Tensor | None, earlier: Tensor) -> Tensor:
     """Return the newest W - 1 inputs, which the convolution of later tokens needs.
 
     Args:
@@ -102,7 +102,7 @@ class Mamba(nn.Module):
 
     def __init__(self, block: MambaBlock) -> None:
         super().__init__()
-        self.sizes, self.kept = [block.rank, block.states, block.states], block.stored
+        self.sizes, self.kept = [block.rank, block.states, block.states], block.cached_shapes
         add_linears(self, block)
         self.conv1d = nn.Conv1d(block.inner, block.inner, block.kernel_size, groups=block.inner)
         states = torch.arange(1, block.states + 1, dtype=torch.float32)
@@ -116,12 +116,12 @@ class Mamba(nn.Module):
             states: cached states to continue from and to update, or None to start from an empty state without a cache.
         """
         u, gate = self.in_proj(x).chunk(2, -1)
-        memory = reading.unpack(self._scan(reading.pack(u), reading, states))
+        memory = reading.restore_padding(self._scan(reading.move_padding_last(u), reading, states))
         return self.out_proj(memory * silu(gate)), memory
 
     def _scan(self, u: Tensor, reading: Reading, states: RecurrentLayer | None) -> Tensor:
         """Run the scan over packed u [B, T, E] in at least float32; return its output [B, T, E] in u's dtype."""
-        wide = compute_dtype(u)
+        wide = computing_dtype(u)
         earlier, state = self._start(u, wide) if states is None or states.is_empty else states.read()
         inputs = silu(causal_convolution(u, self.conv1d.weight, self.conv1d.bias, earlier))
         low, into, out_of = self.x_proj(inputs).split(self.sizes, -1)
@@ -131,7 +131,7 @@ class Mamba(nn.Module):
         decay = -self.A_log.to(wide).exp()
         y, state = selective_scan(wide_inputs, reading.mask_padding(step), decay, *couplings, state)
         if states is not None:
-            states.write(last_inputs(u, reading.counts, earlier), state)
+            states.write(newest_conv_inputs(u, reading.valid_counts, earlier), state)
         return y.to(u.dtype)
 
     def _start(self, u: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -173,8 +173,8 @@ class SambaYAttention(nn.Module):
 
     def __init__(self, block: FusedAttentionBlock) -> None:
         super().__init__()
-        self.layer, self.window, self.has_own_keys = block.layer, block.window, block.stored is not None
-        self.layout, self.heights = block.spec.layout, block.heights
+        self.layer, self.window, self.has_own_keys = block.layer, block.window, block.cached_shapes is not None
+        self.layout, self.heights = block.spec.layout, block.row_counts
         self.inner_cross_attn = PairAttention(block.spec, block.layer)
         add_linears(self, block)
 
@@ -187,7 +187,7 @@ class SambaYAttention(nn.Module):
         q, k, v = self.project(x, shared)
         mask = reading.mask(self.window)
         if self.has_own_keys and reading.cache is not None:
-            k, v = reading.cache.update(zero_padding(k, mask), v, self.layer, needed=reading.needed)
+            k, v = reading.cache.update(clear_padded_keys(k, mask), v, self.layer, needed=reading.needed)
         y = self.inner_cross_attn.attend(q, k, v, self.inner_cross_attn.scalar_lam(), mask)
         return self.out_proj(y), (k, v)
 
@@ -196,13 +196,13 @@ class SambaYAttention(nn.Module):
         if not self.has_own_keys:
             if shared is None:
                 raise UsageError(f"layer {self.layer} reads keys and values that no earlier layer left")
-            return self.layout.queries(self.Wqkv(x)), *shared
+            return self.layout.view_queries(self.Wqkv(x)), *shared
         q, k, v = self.Wqkv(x).split(self.heights, -1)
-        return self.layout.queries(q), self.layout.keys(k), self.layout.values(v)
+        return self.layout.view_queries(q), self.layout.view_keys(k), self.layout.view_values(v)
 
 
 @dataclass(frozen=True)
-class Flow:
+class LayerState:
     """The state passed between layers.
 
     Attributes:
@@ -244,19 +244,23 @@ class SambaYLayer(DecoderLayer):
     input_layernorm: LayerNorm
     post_attention_layernorm: LayerNorm
 
-    def forward(self, flow: Flow, reading: Reading) -> Flow:
-        mixed, flow = self._mix(self.mixer_input(flow.x), flow, reading)
+    def forward(self, flow: LayerState, reading: Reading) -> LayerState:
+        mixed, flow = self._mix(self.normalize_mixer_input(flow.x), flow, reading)
         x = flow.x + mixed
         x = x + self.mlp(layer_norm(self.post_attention_layernorm, x))
         return replace(flow, x=x)
 
-    def mixer_input(self, x: Tensor) -> Tensor:
+    def normalize_mixer_input(self, x: Tensor) -> Tensor:
         """Apply the norm before the token mixer; the result [B, T, D] has the parameters' dtype."""
         return layer_norm(self.input_layernorm, x)
 
-    def project(self, state: Flow, *_: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    def project(self, state: LayerState, *_: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         mixer = self.attn
-        return mixer.project(self.mixer_input(state.x), state.shared) if isinstance(mixer, SambaYAttention) else None
+        return (
+            mixer.project(self.normalize_mixer_input(state.x), state.shared)
+            if isinstance(mixer, SambaYAttention)
+            else None
+        )
 
     @property
     def attention_output(self) -> nn.Module | None:
@@ -266,10 +270,10 @@ class SambaYLayer(DecoderLayer):
     def window(self) -> int | None:  # type: ignore[override]
         return self.attn.window if isinstance(self.attn, SambaYAttention) else None
 
-    def _mix(self, x: Tensor, flow: Flow, reading: Reading) -> tuple[Tensor, Flow]:
+    def _mix(self, x: Tensor, flow: LayerState, reading: Reading) -> tuple[Tensor, LayerState]:
         """Compute the mixer's output [B, T, D] and update the flow's memory or shared keys and values."""
         if isinstance(self.attn, Mamba):
-            states = None if reading.cache is None else reading.cache.recurrent(self.layer)
+            states = None if reading.cache is None else reading.cache.recurrent_layer(self.layer)
             mixed, memory = self.attn(x, reading, states)
             return mixed, replace(flow, memory=memory)
         if isinstance(self.attn, GatedMemory):

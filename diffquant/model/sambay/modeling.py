@@ -12,16 +12,16 @@ from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.blocks import TokenRows
+from diffquant.model.blocks import CachedShapes
 from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder
 from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.model.sambay.config import SambaYConfig
-from diffquant.model.sambay.layers import Flow, SambaYLayer, layer_norm
+from diffquant.model.sambay.layers import LayerState, SambaYLayer, layer_norm
 from diffquant.model.windowed_cache import MixedCache, RecurrentLayer, create_storage
-from diffquant.recipe.numbers.absmax import compute_dtype
+from diffquant.recipe.numbers.absmax import computing_dtype
 
 
 class SambaYModel(Decoder):
@@ -54,10 +54,10 @@ class SambaYModel(Decoder):
         reading = Reading.of(mask.keys, x.shape[1], self.architecture.sliding_window, cache)
         return [(reading,)] * len(self.layers)
 
-    def start(self, x: Tensor) -> Flow:
-        return Flow(x.to(compute_dtype(x)))
+    def initial_state(self, x: Tensor) -> LayerState:
+        return LayerState(x.to(computing_dtype(x)))
 
-    def hidden(self, state: Flow) -> Tensor:
+    def hidden_states(self, state: LayerState) -> Tensor:
         return state.x
 
     def normalize(self, x: Tensor) -> Tensor:
@@ -72,9 +72,11 @@ class SambaYModel(Decoder):
 
     def new_cache(self) -> MixedCache:
         """Return a new empty cache for the recipe, with storage for the layers that cache something."""
-        stored = enumerate(blocks["attn"].stored for blocks in self.architecture.layers)
+        stored = enumerate(blocks["attn"].cached_shapes for blocks in self.architecture.layers)
         layers = [
-            create_storage(kept, layer, self.recipe, self.ranges) if isinstance(kept, TokenRows) else RecurrentLayer()
+            create_storage(kept, layer, self.recipe, self.ranges)
+            if isinstance(kept, CachedShapes)
+            else RecurrentLayer()
             for layer, kept in stored
             if kept is not None
         ]

@@ -40,19 +40,21 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
             that it does not have; or it rounds each row alone, but a scale covers several rows of some modules.
     """
     rounding = rounding_named(settings.name)
-    if settings.reads and not rounding.needs_text:
+    if settings.calibration_settings and not rounding.needs_text:
         readers = " or ".join(name for name, each in ROUNDINGS.items() if each.needs_text)
         raise UsageError(
-            f"{' and '.join(map(option_name, settings.reads))} select the calibration data of "
+            f"{' and '.join(map(option_name, settings.calibration_settings))} select the calibration data of "
             f"{option_name('rounding', readers)}; give them only with it"
         )
     foreign = [name for name in settings.options if name not in rounding.options]
     if foreign:
         owners = " or ".join(name for name, each in ROUNDINGS.items() if each.options.issuperset(foreign))
         raise UsageError(f"rounding {rounding.name} has no {', '.join(foreign)}; leave it out, or use {owners}")
-    spanning = {m: scheme for m, scheme in schemes.items() if scheme.sharing.spans_rows or scheme.sharing.tile}
+    spanning = {m: scheme for m, scheme in schemes.items() if scheme.sharing.spans_rows or scheme.sharing.block_size}
     if spanning and rounding.row_by_row:
-        kinds = " or ".join(dict.fromkeys("block" if each.sharing.tile else "tensor" for each in spanning.values()))
+        kinds = " or ".join(
+            dict.fromkeys("block" if each.sharing.block_size else "tensor" for each in spanning.values())
+        )
         raise UsageError(
             f"{option_name('rounding', rounding.name)} rounds row by row, but {first_few(spanning, ', ')} have one "
             f"scale per {kinds}; use a group or row granularity, or {option_name('rounding', 'nearest')}"
@@ -76,5 +78,5 @@ def calibration_digest(source: Source, settings: RoundingSettings) -> str | None
         return None
     texts = [corpus.text for corpus in open_corpora(settings.text)]
     if None in texts:
-        return rounding.read_text(source, settings).digest
+        return rounding.read_calibration(source, settings).digest
     return combine_digests([text_digest(text) for text in texts if text is not None])

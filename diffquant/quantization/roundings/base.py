@@ -60,19 +60,19 @@ class Rounding(ABC):
     row_by_row: ClassVar[bool] = True
     work: ClassVar[float] = 0.0
 
-    def tokens(self, settings: RoundingSettings) -> int:
+    def count_tokens(self, settings: RoundingSettings) -> int:
         """Return the number of tokens of calibration data under the given settings."""
         if settings.samples is not None:
             return settings.samples * (settings.window or self.window)
         return settings.tokens or TOKENS
 
-    def read_text(self, source: Source, settings: RoundingSettings) -> Calibration:
+    def read_calibration(self, source: Source, settings: RoundingSettings) -> Calibration:
         """Read calibration data for a method with `needs_text`, in sequences that fit the model's positions.
 
         Raises:
             DiffQuantError: the data or the tokenizer cannot be read, or the window is too long for the model.
         """
-        tokenizer, config, tokens = source.tokenizer, source.architecture, self.tokens(settings)
+        tokenizer, config, tokens = source.tokenizer, source.architecture, self.count_tokens(settings)
         window = min(settings.window or min(self.window, max_length(config, tokenizer)), tokens)
         return read_calibration(settings.text, tokenizer, config, window, tokens, settings.seed or 0)
 

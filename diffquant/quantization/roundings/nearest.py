@@ -64,23 +64,23 @@ def round_with_clipping(
 
 
 def search_scales(
-    groups: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
+    groups: Tensor, number_format: NumberFormat, dtype: torch.dtype, importance: Tensor | None = None
 ) -> Tensor:
     """Return the scales [..., groups, 1] of least squared error of groups [..., groups, n]; see `search_scale`."""
     if (size := number_format.scales_per_step) == 1:
-        return search_scale(groups, number_format, dtype, weights)
+        return search_scale(groups, number_format, dtype, importance)
     parts = groups.unflatten(-2, (-1, size))
-    weights = None if weights is None else weights.unflatten(-2, (-1, size))
-    bound = number_format.fit_step(search_scale(parts, number_format, dtype, weights), -2)
-    found = search_scale(parts, bound, dtype, weights)
-    plain = number_format.scale(groups, -1, dtype).unflatten(-2, (-1, size))
+    importance = None if importance is None else importance.unflatten(-2, (-1, size))
+    bound = number_format.with_fitted_step(search_scale(parts, number_format, dtype, importance), -2)
+    found = search_scale(parts, bound, dtype, importance)
+    plain = number_format.compute_scale(groups, -1, dtype).unflatten(-2, (-1, size))
     # Which scales are the best without a common step does not tell which are with one.
-    errors = [_squared_error(parts, each, number_format, weights).sum(-2, keepdim=True) for each in (plain, found)]
+    errors = [_squared_error(parts, each, number_format, importance).sum(-2, keepdim=True) for each in (plain, found)]
     return torch.where(errors[0] < errors[1], plain, found).flatten(-3, -2)
 
 
 def search_scale(
-    values: Tensor, number_format: NumberFormat, dtype: torch.dtype, weights: Tensor | None = None
+    values: Tensor, number_format: NumberFormat, dtype: torch.dtype, importance: Tensor | None = None
 ) -> Tensor:
     """Return the scale of least squared error, using all levels, including the lowest, which absmax leaves unused.
 
@@ -91,30 +91,30 @@ def search_scale(
         values: [..., n] float32; the n values of the last axis share a scale.
         number_format: format of the codes.
         dtype: dtype of the stored scale.
-        weights: factor of each squared error, of a shape that broadcasts to that of `values`; 1 by default.
+        importance: factor of each squared error, of a shape that broadcasts to that of `values`; 1 by default.
 
     Returns:
         [..., 1].
     """
-    largest = number_format.scale(values, -1)
+    largest = number_format.compute_scale(values, -1)
     if number_format.has_integer_levels:
         largest = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -largest, largest)
     # If squares overflow, the absmax scale is kept.
-    best, least = number_format.storable(largest, dtype), torch.full_like(largest, torch.inf)
+    best, least = number_format.round_scale(largest, dtype), torch.full_like(largest, torch.inf)
     shares = number_format.trials or [1 - trial / (10 * number_format.code_width) for trial in range(_TRIALS)]
 
     def better(scale: Tensor) -> tuple[Tensor, Tensor]:
-        error = _squared_error(values, scale, number_format, weights)
+        error = _squared_error(values, scale, number_format, importance)
         return torch.where(error < least, scale, best), error.minimum(least)
 
     for share in shares:
-        best, least = better(number_format.storable(largest * share, dtype))
+        best, least = better(number_format.round_scale(largest * share, dtype))
     if number_format.refits_scale:
         levels = nearest_levels(values, best, number_format)
-        pull = levels if weights is None else levels * weights
+        pull = levels if importance is None else levels * importance
         tiny = torch.finfo(levels.dtype).tiny
         fitted = (pull * values).sum(-1, keepdim=True) / (pull * levels).sum(-1, keepdim=True).clamp(min=tiny)
-        best, least = better(number_format.storable(fitted, dtype))
+        best, least = better(number_format.round_scale(fitted, dtype))
     return best
 
 
@@ -133,7 +133,7 @@ def level_codes(levels: Tensor, number_format: NumberFormat) -> Tensor:
     """Return the int8 codes of levels; `levels` must contain only levels of the format."""
     if number_format.has_integer_levels:
         return levels.to(torch.int8, memory_format=torch.contiguous_format)
-    return number_format.codes(levels, levels.new_ones(()))
+    return number_format.encode(levels, levels.new_ones(()))
 
 
 class Mse(Rounding):

@@ -18,7 +18,7 @@ def max_code(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
+def computing_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to compute in: float32 for 16-bit tensors, otherwise the tensor's dtype."""
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 

@@ -49,7 +49,7 @@ _ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk", "p", "pv",
 
 
 @dataclass(frozen=True)
-class Sharing:
+class Granularity:
     """A granularity: which values share one scale.
 
     Attributes:
@@ -63,8 +63,8 @@ class Sharing:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not (self.size is None or type(self.size) is int):
             raise UsageError(
-                f"a Sharing takes a granularity's name and a whole number or None; got {self.name!r} and "
-                f"{self.size!r}; to read text use Sharing.parse('g32')"
+                f"a Granularity takes its name and a whole number or None; got {self.name!r} and "
+                f"{self.size!r}; to read text use Granularity.parse('g32')"
             )
         if self.name not in ("", *_TARGETS):
             choices = (*_TARGETS, *_ROWS, "g32", "c64", "b64")
@@ -75,7 +75,7 @@ class Sharing:
             raise UsageError(f"granularity {self.name} takes no size {self.size}")
 
     @classmethod
-    def parse(cls, text: str, target: str = "") -> "Sharing":
+    def parse(cls, text: str, target: str = "") -> "Granularity":
         """Parse a granularity as written in schemes: "row", "g32".
 
         Args:
@@ -116,22 +116,22 @@ class Sharing:
         return self.name in _LEADING
 
     @property
-    def leading(self) -> tuple[int, ...]:
+    def shared_leading_axes(self) -> tuple[int, ...]:
         """Axes, besides the last, along which logits [B, heads, queries, keys], or operands alike, share a scale."""
         return _LEADING.get(self.name, ())
 
     @property
-    def joins_maps(self) -> bool:
+    def shares_scale_across_maps(self) -> bool:
         """Whether the two maps of differential attention share the scales of their logits."""
         return self.name in ("tensor", "pair")
 
     @property
-    def binds_pairs(self) -> bool:
+    def is_per_pair(self) -> bool:
         """Whether the two maps of each head have one scale in common, which depends on both."""
         return self.name == "pair"
 
     @property
-    def by_token(self) -> bool:
+    def is_token_local(self) -> bool:
         """Whether no scale is computed from several tokens; calibrated scales are not computed at run time at all."""
         return self.name in ("", "row", "group", "static")
 
@@ -146,12 +146,12 @@ class Sharing:
         return self.name == "static"
 
     @property
-    def tile(self) -> int:
+    def block_size(self) -> int:
         """Side length of a block; 0 for other granularities."""
         return self.size or 0 if self.name == "block" else 0
 
     @property
-    def tokens(self) -> int:
+    def tokens_per_scale(self) -> int:
         """Number of consecutive cached tokens that share one scale per channel; 1 for other granularities."""
         return self.size or 1 if self.name == "column" else 1
 
@@ -180,32 +180,32 @@ class Sharing:
     def _tiles(self, x: "Tensor") -> "Tensor":
         from torch.nn.functional import pad
 
-        rows, columns = (-length % self.tile for length in x.shape)
+        rows, columns = (-length % self.block_size for length in x.shape)
         whole: Tensor = pad(x, (0, columns, 0, rows)) if rows or columns else x
-        tiles: Tensor = whole.unflatten(1, (-1, self.tile)).unflatten(0, (-1, self.tile))
+        tiles: Tensor = whole.unflatten(1, (-1, self.block_size)).unflatten(0, (-1, self.block_size))
         return tiles
 
     def undo_view(self, view: "Tensor", shape: "tuple[int, ...]") -> "Tensor":
         """Invert `view`: return the tensor of the given shape; for blocks a weight [rows, columns] without padding."""
-        if not self.tile:
+        if not self.block_size:
             return view.reshape(shape)
         rows, columns = shape
         return view.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the stored scales of a weight [..., out, in]."""
-        if self.tile:
-            return (*shape[:-2], *(-(-length // self.tile) for length in shape[-2:]))
+        if self.block_size:
+            return (*shape[:-2], *(-(-length // self.block_size) for length in shape[-2:]))
         return (1,) if self.spans_rows else (*shape[:-1], shape[-1] // self.size if self.size else 1)
 
-    def spread(self, scale: "Tensor") -> "Tensor":
+    def reshape_scale(self, scale: "Tensor") -> "Tensor":
         """Reshape a weight's stored scales so that they broadcast to the weight as `view` returns it."""
-        if self.tile:
+        if self.block_size:
             return scale[:, None, :, None]
         return scale.unsqueeze(-1) if self.size else scale
 
 
-UNSHARED = Sharing("")
+UNSHARED = Granularity("")
 
 
 def _why_not_rows(name: str, target: str) -> str:

@@ -10,7 +10,7 @@ from diffquant.recipe.numbers.formats import NumberFormat
 
 
 @lru_cache
-def rotation(width: int) -> Tensor:
+def make_rotation_matrix(width: int) -> Tensor:
     """Return an orthogonal matrix, always the same for a width.
 
     If the width is a power of two, it is random signs times a Hadamard matrix; otherwise the Q factor of a random
@@ -48,18 +48,18 @@ class OneSided(NumberFormat):
 
     def __init__(self, both_sides: NumberFormat) -> None:
         self.name = f"{both_sides.name} below zero"
-        self.levels = tuple(range(-both_sides.steps, 1))
+        self.levels = tuple(range(-both_sides.step_count, 1))
 
     @property
     def clip_limit(self) -> float:
-        return self.steps + 0.5
+        return self.step_count + 0.5
 
-    def scale_of(self, largest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def scale_for_largest(self, largest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the scale that maps the largest magnitude, limited to `SHIFT_RANGE`, to the lowest level; 1 for 0."""
-        scale = largest.clamp(max=SHIFT_RANGE) / self.steps
+        scale = largest.clamp(max=SHIFT_RANGE) / self.step_count
         return torch.where(scale == 0, 1.0, scale).to(dtype or scale.dtype)
 
-    def round_to_levels_(self, ratio: Tensor) -> Tensor:
+    def round_to_absmax_levels_(self, ratio: Tensor) -> Tensor:
         return ratio.round_().clamp_(min=self.lowest)
 
 
@@ -72,4 +72,4 @@ def softmax_weight_scale(number_format: NumberFormat, pow2: bool = False, dtype:
     """Return the scale [1] of unnormalized softmax weights, whose maximum is 1; with `pow2`, a power of two."""
     if pow2:
         return torch.full((1,), 2.0 ** -math.floor(math.log2(number_format.largest)), dtype=dtype)
-    return number_format.scale_of(torch.ones(1, dtype=dtype))
+    return number_format.scale_for_largest(torch.ones(1, dtype=dtype))

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
 from diffquant.family.lam import LAMBDA_VECTORS
-from diffquant.quantization.engine_folder import require_angles
+from diffquant.quantization.engine_folder import require_vllm_rope
 from diffquant.quantization.modeling_diffquant import DiffAttention, DiffConfig, PlainHeads
 from diffquant.serving.vllm.config import heads_of_rank
 
@@ -70,7 +70,7 @@ class ServedAttention(DiffAttention):
         self.rotary_emb = None
         if spec["rope"] != "none":
             settings = _rotary_settings(config, whole.key_width)
-            require_angles(settings, spec["rope"])
+            require_vllm_rope(settings, spec["rope"])
             self.rotary_emb = get_rope(
                 whole.key_width,
                 max_position=config.max_position_embeddings,

@@ -13,7 +13,7 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import Architecture, TransformerArchitecture
 from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.model.sambay.architecture import SambaYArchitecture
-from diffquant.quantization.engine_folder import config_for_engines, describe_ignored_schemes, require_served
+from diffquant.quantization.engine_folder import config_for_engines, describe_ignored_schemes, require_vllm_support
 from diffquant.quantization.modeling_diffquant import DiffConfig, PlainHeads
 
 
@@ -36,7 +36,7 @@ class ServedConfig(DiffConfig):
         """
         if "diff_model" not in config_dict:
             adapter = adapter_for(config_dict)
-            require_served(config_dict, adapter)
+            require_vllm_support(config_dict, adapter)
             config_dict = _served_config(config_dict, adapter)
         config: ServedConfig = super().from_dict(config_dict, **kwargs)
         return config

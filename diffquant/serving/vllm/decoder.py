@@ -28,7 +28,7 @@ _READ = ".dt_proj"
 class ServedDecoder(nn.Module):
     """A causal language model around a decoder of diffquant's, on one rank and without compilation.
 
-    Subclasses replace the parts of its layers that have a cache, which get a method `serve`.
+    Subclasses replace the parts of its layers that have a cache, which get a method `attach_cache`.
 
     Raises:
         UsageError: vLLM was asked for several ranks, or to compile.
@@ -43,12 +43,12 @@ class ServedDecoder(nn.Module):
         architecture = architecture_of(config)
         with torch.device("meta"):
             self.model = self.decoder_class(architecture.config)
-            mixers = self.place_mixers(architecture)
+            mixers = self.replace_cached_parts(architecture)
         self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         for name, mixer in mixers.items():
-            mixer.serve(name)
+            mixer.attach_cache(name)
         _use_packed_linears(self, vllm_config.quant_config)
-        wide = {name for name, parameter in architecture.parameters.items() if parameter.is_wide}
+        wide = {name for name, parameter in architecture.parameters.items() if parameter.is_float32}
         _allocate(self, wide, vllm_config.model_config.dtype)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if architecture.tie_word_embeddings:
@@ -57,11 +57,11 @@ class ServedDecoder(nn.Module):
         self.logits_processor = LogitsProcessor(config.vocab_size)
         warn_of_ignored_schemes(vllm_config)
 
-    def place_mixers(self, architecture: Any) -> dict[str, Any]:
+    def replace_cached_parts(self, architecture: Any) -> dict[str, Any]:
         """Replace the parts of the decoder's layers that have a cache; return those, by their name in the model."""
         raise NotImplementedError
 
-    def arguments(self, positions: Tensor, x: Tensor) -> Sequence[tuple[Any, ...]]:
+    def layer_arguments(self, positions: Tensor, x: Tensor) -> Sequence[tuple[Any, ...]]:
         """Return each layer's arguments after its state, for embeddings x [1, T, D] at positions [1, T]."""
         raise NotImplementedError
 
@@ -78,10 +78,10 @@ class ServedDecoder(nn.Module):
     ) -> Tensor:
         """Compute hidden states [T, D] after the final norm, for the tokens [T] of all requests at positions [T]."""
         x = (self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)[None]
-        state = self.model.start(x)
-        for layer, arguments in zip(self.model.layers, self.arguments(positions[None], x), strict=True):
+        state = self.model.initial_state(x)
+        for layer, arguments in zip(self.model.layers, self.layer_arguments(positions[None], x), strict=True):
             state = layer(state, *arguments)
-        return self.model.normalize(self.model.hidden(state))[0]
+        return self.model.normalize(self.model.hidden_states(state))[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.attention import project_sigmoids, rotate
+from diffquant.model.attention import apply_rotary_embedding, project_sigmoids
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.modeling import Motif3Model
 from diffquant.model.reading import Reading
@@ -25,7 +25,7 @@ from diffquant.serving.vllm.decoder import ServedDecoder
 class ServedLatentAttention(LatentAttention):
     """Grouped differential attention whose maps are heads of vLLM's attention, in the order of the checkpoint."""
 
-    def serve(self, name: str) -> None:
+    def attach_cache(self, name: str) -> None:
         """Get a cache of vLLM's under a name: of latents, or of keys and values if the layer has a window."""
         spec, block, vllm_config = self.spec, self.block, get_current_vllm_config()
         shared: dict[str, Any] = {
@@ -37,7 +37,7 @@ class ServedLatentAttention(LatentAttention):
             self.attn = MLAAttention(
                 spec.query_heads,
                 self.scale,
-                block.plain,
+                block.unrotated_width,
                 block.rope,
                 spec.value_dim,
                 block.query_latent,
@@ -58,15 +58,17 @@ class ServedLatentAttention(LatentAttention):
 
     def forward(self, x: Tensor, rotary: Rotary, reading: Reading) -> Tensor:  # noqa: ARG002
         """Compute the output [1, T, D] for the tokens x [1, T, D] of all requests; `rotary` is of their positions."""
-        spec, plain = self.spec, self.block.plain
-        query_latent, latent, turned = self.latents(x, rotary)
+        spec, plain = self.spec, self.block.unrotated_width
+        query_latent, latent, turned = self.compute_latents(x, rotary)
         q = self.wq_b(query_latent).unflatten(-1, (spec.query_heads, -1)).transpose(1, 2)
-        q = torch.cat([q[..., :plain], rotate(q[..., plain:], rotary, spec.rope)], -1)[0].transpose(0, 1)
+        q = torch.cat([q[..., :plain], apply_rotary_embedding(q[..., plain:], rotary, spec.rope)], -1)[0].transpose(
+            0, 1
+        )
         if self.block.window is None:
             shape = torch.Size((len(q), spec.query_heads * spec.value_dim))
             heads = self.attn(q, latent[0, 0], turned[0].transpose(0, 1), output_shape=shape)
         else:
-            k, v = self.expand(turned, latent)
+            k, v = self.expand_latents(turned, latent)
             # vLLM's heads of keys and values have one width.
             k, v = (pad(part[0].transpose(0, 1), (0, spec.head_dim - part.shape[-1])).flatten(1) for part in (k, v))
             heads = self.attn(q.flatten(1), k, v)
@@ -136,13 +138,13 @@ class Motif3ForCausalLM(ServedDecoder):
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
-    def place_mixers(self, architecture: Any) -> dict[str, Any]:
+    def replace_cached_parts(self, architecture: Any) -> dict[str, Any]:
         mixers: dict[str, Any] = {}
         for layer, blocks in zip(self.model.layers, architecture.layers, strict=True):
             layer.self_attn = ServedLatentAttention(blocks["self_attn"])
             mixers[f"model.layers.{layer.layer}.self_attn"] = layer.self_attn
         return mixers
 
-    def arguments(self, positions: Tensor, x: Tensor) -> Sequence[tuple[Any, ...]]:
+    def layer_arguments(self, positions: Tensor, x: Tensor) -> Sequence[tuple[Any, ...]]:
         nothing = Reading(Mask(), Mask(), 0, None)
-        return [(rotary, nothing) for rotary in self.model.tables(positions, x)]
+        return [(rotary, nothing) for rotary in self.model.layer_rotary_tables(positions, x)]

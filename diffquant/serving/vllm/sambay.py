@@ -46,7 +46,7 @@ class ServedMamba(Mamba, MambaBase):
         super().__init__(block)
         self.block = block
 
-    def serve(self, name: str) -> None:
+    def attach_cache(self, name: str) -> None:
         """Get a cache of vLLM's under a name."""
         self.prefix = name
         self.kv_cache = (torch.empty(0), torch.empty(0))
@@ -164,7 +164,7 @@ class ServedSambaYAttention(SambaYAttention):
         self.plain = PlainHeads(plain_spec(block.spec))
         self.shared = None if self.has_own_keys else shared
 
-    def serve(self, name: str) -> None:
+    def attach_cache(self, name: str) -> None:
         """Get a cache of vLLM's under a name, or another layer's."""
         vllm_config, heads = get_current_vllm_config(), self.plain
         kv_heads = heads.kv_pairs * heads.cuts
@@ -196,7 +196,7 @@ class ServedSambaYAttention(SambaYAttention):
         signal, noise = cast(tuple[Tensor, Tensor], self.plain.outputs(heads[None]))
         pairs = self.inner_cross_attn
         difference = (signal.float() - pairs.scalar_lam() * noise.float()).to(x.dtype)
-        return self.out_proj(pair_norm(difference, pairs.post()).flatten(-2)), None
+        return self.out_proj(pair_norm(difference, pairs.pair_norm_settings()).flatten(-2)), None
 
 
 class SambaYForCausalLM(ServedDecoder, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
@@ -204,7 +204,7 @@ class SambaYForCausalLM(ServedDecoder, HasInnerState, IsHybrid, SupportsMambaPre
 
     decoder_class = SambaYModel
 
-    def place_mixers(self, architecture: Any) -> dict[str, Any]:
+    def replace_cached_parts(self, architecture: Any) -> dict[str, Any]:
         mixers: dict[str, Any] = {}
         middle = architecture.num_hidden_layers // 2 + 1
         for layer, blocks in zip(self.model.layers, architecture.layers, strict=True):
@@ -215,7 +215,7 @@ class SambaYForCausalLM(ServedDecoder, HasInnerState, IsHybrid, SupportsMambaPre
                 layer.attn = mixers[name] = ServedSambaYAttention(block, f"model.layers.{middle}.attn.attn")
         return mixers
 
-    def arguments(self, positions: Tensor, x: Tensor) -> Sequence[tuple[Any, ...]]:  # noqa: ARG002
+    def layer_arguments(self, positions: Tensor, x: Tensor) -> Sequence[tuple[Any, ...]]:  # noqa: ARG002
         return [(Reading(Mask(), Mask(), 0, None),)] * len(self.model.layers)
 
     @classmethod

@@ -84,16 +84,16 @@ class Option:
         annotation = Annotated[read, info]  # type: ignore[valid-type]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
-    def convert(self, read: Any) -> Any:
+    def convert(self, parsed: Any) -> Any:
         """Convert a value that typer parsed to the verb's argument."""
         if self.kind.is_repeatable:
-            return tuple(read or ())
-        if self.kind.accepts_stdin and read == "-":
+            return tuple(parsed or ())
+        if self.kind.accepts_stdin and parsed == "-":
             try:
                 return sys.stdin.read()
             except UnicodeDecodeError as error:
                 raise UsageError(f"standard input is not UTF-8 text ({error}); convert it first") from error
-        return not read if self.is_inverted else read
+        return not parsed if self.is_inverted else parsed
 
 
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:

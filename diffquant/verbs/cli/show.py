@@ -175,7 +175,7 @@ def _format_bench(result: Any, _: Values) -> str:
 VIEWS = {
     "quantize": ResultView(plan=lambda plan: plan.table()),
     "search": ResultView(
-        _import_when_called("diffquant.calib.search.outputs:search_table"), plan=lambda search: search.estimate()
+        _import_when_called("diffquant.calib.search.outputs:search_table"), plan=lambda search: search.estimate_time()
     ),
     "calibrate": ResultView(_format_fits, _calibration_json),
     "eval": ResultView(

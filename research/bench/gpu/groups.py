@@ -62,21 +62,21 @@ def attention_cells(
     section: str, model: Model, queries: int, keys: int, batch: int, dtype: str, graph: bool, peers: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Cells of the attention of one layer."""
-    from diffquant.benchmarks.contest import Contest
+    from diffquant.benchmarks.contest import PeerComparison
     from diffquant.benchmarks.workloads import Workload
 
     work = Workload(model, queries, keys, batch, dtype)
-    return [cell.to_dict() for cell in Contest(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
+    return [cell.to_dict() for cell in PeerComparison(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
 
 
 def eight_bit_cells(model: Model, length: int, dtype: str, peers: Sequence[str]) -> list[dict[str, Any]]:
     """Cells of an attention in 8 bits, and how long it takes of that to make the codes."""
-    from diffquant.benchmarks.measuring import prepare, run_in_turns
-    from diffquant.benchmarks.workloads import Workload, differential
+    from diffquant.benchmarks.measuring import make_timer, run_in_turns
+    from diffquant.benchmarks.workloads import Workload, make_differential_call
 
     cells = attention_cells("attention", model, length, length, 1, dtype, False, peers)
-    call = differential(Workload(model, length, length, 1, dtype), "cuda")
-    values = run_in_turns({"": prepare(lambda: eight_bit_codes(call), "cuda")}, _TURNS)[""]
+    call = make_differential_call(Workload(model, length, length, 1, dtype), "cuda")
+    values = run_in_turns({"": make_timer(lambda: eight_bit_codes(call), "cuda")}, _TURNS)[""]
     return [*cells, {"path": QUANTIZING, "median": median(values), "values": values}]
 
 
@@ -93,10 +93,10 @@ def state_cells(context: int) -> list[dict[str, Any]]:
     import torch
 
     from diffquant.benchmarks.decode import RECIPES, fill_store
-    from diffquant.benchmarks.workloads import Workload, differential
+    from diffquant.benchmarks.workloads import Workload, make_differential_call
 
     model = find_model("3B")
-    call = differential(Workload(model, 1, context, 1, "float16"), "cuda")
+    call = make_differential_call(Workload(model, 1, context, 1, "float16"), "cuda")
     cells = []
     for bits in (16, 8, 6, 4):
         torch.cuda.synchronize()
@@ -284,12 +284,12 @@ def _generation_group() -> Group:
 
 def eight_bit_codes(call: AttentionCall) -> Any:
     """8-bit Q, K and V of a call, as `triton-fp8` makes them before it attends."""
-    from diffquant.kernels.arguments import same_strides
+    from diffquant.kernels.arguments import match_strides
     from diffquant.kernels.attention.prefill_int8 import TILES
     from diffquant.kernels.attention.quantize_qkv import quantize_qkv
     from diffquant.kernels.configs import choose_config
     from diffquant.kernels.gpu import device_class
 
     tile = choose_config(TILES, f"prefill_int8/{device_class(call.v.device)}/{call.q[0].shape[-1]}")
-    q, k, (v,) = same_strides(*call.q), same_strides(*call.k), same_strides(call.v)
+    q, k, (v,) = match_strides(*call.q), match_strides(*call.k), match_strides(call.v)
     return quantize_qkv(q, k, v, None, None, call.scale, tile_rows=tile["queries"], block=tile["keys"], values=True)

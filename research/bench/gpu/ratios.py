@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from diffquant.benchmarks.contest import format_error
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.benchmarks.roofline import measure_roofline
 from diffquant.support.files import write_json
 from research.bench.gpu.groups import Aim, Group, groups
@@ -209,7 +209,7 @@ def measure_all(chosen: Sequence[Group], file: Path | None, seconds: float, devi
     ceilings: Ceilings | None = roofline.result(roofline.start(measure_roofline, (device, _DTYPES)), _SECONDS_A_GROUP)
     roofline.end()
     result: dict[str, Any] = {
-        "environment": environment(),
+        "environment": describe_environment(),
         "ceilings": ceilings if ceilings is not None else {"problem": roofline.problem},
         "groups": [],
     }

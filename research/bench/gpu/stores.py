@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.benchmarks.contest import Contest
-from diffquant.benchmarks.measuring import prepare, run_in_turns
-from diffquant.benchmarks.workloads import Workload, differential, find_model
+from diffquant.benchmarks.contest import PeerComparison
+from diffquant.benchmarks.measuring import make_timer, run_in_turns
+from diffquant.benchmarks.workloads import Workload, find_model, make_differential_call
 from diffquant.recipe import Recipe
 
 PAGES, LATENTS = "16-bit pages", "{}-bit latents"
@@ -27,8 +27,8 @@ def paged_cells(context: int, batch: int) -> list[dict[str, Any]]:
 
     model = find_model("3B")
     work = Workload(model, 1, context, batch, "float16")
-    contiguous = Contest("decode", "cuda", _TURNS, (CONTIGUOUS,), graph=True).run([work])
-    call = differential(work, "cuda")
+    contiguous = PeerComparison("decode", "cuda", _TURNS, (CONTIGUOUS,), graph=True).run([work])
+    call = make_differential_call(work, "cuda")
     pages = batch * context // PAGE
     table = torch.randperm(pages, device="cuda").to(torch.int32).view(batch, -1)
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
@@ -71,7 +71,7 @@ def latent_cells(context: int, batch: int) -> list[dict[str, Any]]:
 def _timed(
     calls: Mapping[str, Callable[[], object]], bytes_of: Mapping[str, float], workload: str
 ) -> list[dict[str, Any]]:
-    times = run_in_turns({path: prepare(call, "cuda", graph=True) for path, call in calls.items()}, _TURNS)
+    times = run_in_turns({path: make_timer(call, "cuda", graph=True) for path, call in calls.items()}, _TURNS)
     return [
         {"path": path, "workload": workload, "bytes": bytes_of[path], "median": median(values), "values": values}
         for path, values in times.items()

@@ -156,9 +156,9 @@ def open_onnx(folder: Path, settings: BatchSettings, closing: ExitStack) -> Batc
     Raises:
         MissingDependencyError: ONNX Runtime is not installed.
     """
-    from diffquant.onnx import ExportOptions, export, require
+    from diffquant.onnx import ExportOptions, check_installed, export
 
-    require()
+    check_installed()
     from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 
     exported = Path(closing.enter_context(TemporaryDirectory())) / "onnx"

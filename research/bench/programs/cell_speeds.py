@@ -12,7 +12,7 @@ import torch
 import typer
 
 from diffquant.benchmarks.cells import BenchCell, BenchResult
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.checkpoints.source import open_source
 from diffquant.measure.sweep.subject import CheckpointSubject
 from diffquant.measure.task import batch_tokens_on
@@ -21,7 +21,7 @@ from diffquant.measure.torch_model import TorchModel
 from diffquant.recipe import Recipe
 from diffquant.support.devices import resolve_dtype
 from diffquant.support.files import write_json
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 from tests.support.apart import JsonFile
 
 FULL = "16 bits"
@@ -38,7 +38,7 @@ KINDS = {
 
 
 def cell_speeds(
-    model: Path, dtypes: Sequence[str], items: int, repeats: int, progress: Progress = silent
+    model: Path, dtypes: Sequence[str], items: int, repeats: int, progress: Progress = report_nothing
 ) -> list[BenchCell]:
     """Cells of HellaSwag items per second on the processor, each beside the model's 16 bits; kinds take turns.
 
@@ -54,10 +54,10 @@ def cell_speeds(
         for turn in range(repeats):
             for place, (kind, recipe) in enumerate(KINDS.items()):
                 progress(number + (turn + place / len(KINDS)) / repeats, len(dtypes), f"sweep: {dtype}, {kind}")
-                reference = subject.reference(task, recipe, silent)
+                reference = subject.compute_reference(task, recipe, report_nothing)
                 running = TorchModel(subject.model(recipe), source.tokenizer)
                 started = time.perf_counter()
-                task.run(running, reference, silent)
+                task.run(running, reference, report_nothing)
                 speeds[kind].append(items / (time.perf_counter() - started))
         workload = f"{source.checkpoint.name}, {items} HellaSwag items, {dtype}, {torch.get_num_threads()} threads"
         cells += [
@@ -77,7 +77,7 @@ def main(
     """Measure the speed of each kind of a sweep's cells."""
     cells = [cell for model in models for cell in cell_speeds(model, dtypes.split(","), items, repeats)]
     settings = {"items": items, "repeats": repeats, "threads": torch.get_num_threads()}
-    result = BenchResult(environment(), {}, settings, tuple(cells))
+    result = BenchResult(describe_environment(), {}, settings, tuple(cells))
     for cell in cells:
         if cell.values:
             print(f"{cell.workload}  {cell.path:20} {cell.median:8.2f} items/s  {result.ratio(cell):.2f}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment, run_in_turns
+from diffquant.benchmarks.measuring import describe_environment, run_in_turns
 from tests.support.apart import JsonFile, run_apart, tell
 
 _TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import transformers"
@@ -41,7 +41,7 @@ def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
         for name, runs in ran.items()
     }
     return {
-        "environment": environment(),
+        "environment": describe_environment(),
         "model": model.name,
         "turns": turns,
         "ratio": _ratio(turns, "seconds"),

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from diffquant.benchmarks.measuring import resident
+from diffquant.benchmarks.measuring import measure_resident_bytes
 from diffquant.errors import MissingDependencyError, UsageError
 from research.bench.programs.engines import Engine, count_cpu_seconds, open_export, open_torch, write_export
 from research.bench.programs.peer_engines import (
@@ -141,7 +141,7 @@ def takes_batches() -> bool:
 
 def peak_bytes() -> int | None:
     """Largest resident set of this process; getrusage's can be its parent's. None if the model runs elsewhere."""
-    return None if _engines[0].elsewhere else resident()[0]
+    return None if _engines[0].elsewhere else measure_resident_bytes()[0]
 
 
 def reason(error: Exception) -> str:
@@ -160,7 +160,7 @@ class AnonymousPeak:
     """
 
     def __enter__(self) -> "AnonymousPeak":
-        _, self.before = resident()
+        _, self.before = measure_resident_bytes()
         self.peak = self.before
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -173,6 +173,6 @@ class AnonymousPeak:
 
     def _watch(self) -> None:
         while not self._done.is_set():
-            _, anonymous = resident()
+            _, anonymous = measure_resident_bytes()
             self.peak = max(self.peak, anonymous)
             time.sleep(_POLL_SECONDS)

@@ -11,8 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from diffquant.onnx import require
-from diffquant.onnx.native import kernel_calls, kernel_name, matmul_calls, matmul_kernel_name
+from diffquant.onnx import check_installed
+from diffquant.onnx.native import (
+    attention_instruction_set,
+    count_attention_calls,
+    count_matmul_calls,
+    matmul_instruction_set,
+)
 
 _clock = [time.perf_counter]
 
@@ -155,7 +160,7 @@ class Clock:
 
 def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
     """Write diffquant's export; a model without a tokenizer is calibrated on random tokens."""
-    require()
+    check_installed()
     import torch
 
     from diffquant.calib.calibration.kv_cache import calibrate_cache
@@ -182,10 +187,10 @@ def open_export(folder: Path, threads: int, native: bool = True) -> Engine:
 def export_kernels() -> str:
     """Whose kernels have computed exported models in this process: those of the native library that were called."""
     found = []
-    if kernel_calls():
-        found.append(f"attention {kernel_name()}")
-    if matmul_calls():
-        found.append(f"products {matmul_kernel_name()}")
+    if count_attention_calls():
+        found.append(f"attention {attention_instruction_set()}")
+    if count_matmul_calls():
+        found.append(f"products {matmul_instruction_set()}")
     return f"diffquant's: {', '.join(found)}" if found else "ONNX Runtime's"
 
 

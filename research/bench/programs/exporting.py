@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment, run_in_turns
+from diffquant.benchmarks.measuring import describe_environment, run_in_turns
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from tests.support.apart import JsonFile, run_apart, tell
@@ -41,14 +41,14 @@ def part(name):
     now = time.process_time()
     parts[name], before = round(now - before, 3), now
 import diffquant.calib.calibration.kv_cache as calibration
-from diffquant.onnx.exporter import check_export, write_export
+from diffquant.onnx.exporter import check_and_plan_export, write_export
 from diffquant.onnx.options import ExportOptions
 from diffquant.recipe import Recipe
 from diffquant.checkpoints.source import open_source
 part("imports")
 given = json.loads(sys.argv[3])
 options = ExportOptions.parse(given.get("weights", "16"), kv_bits=given["kv"], embed_bits=given.get("embed", 16))
-plan = check_export(open_source(Path(sys.argv[1])), Path(sys.argv[2]), options, True)
+plan = check_and_plan_export(open_source(Path(sys.argv[1])), Path(sys.argv[2]), options, True)
 part("checks")
 ranges = None
 if options.kv_bits < 16:
@@ -80,7 +80,7 @@ def measure(model: Path, turns: int) -> dict[str, Any]:
         runs = run_in_turns(ways, turns)
     times = {name: median(run["cpu_seconds"] for run in each) for name, each in runs.items()}
     return {
-        "environment": environment(),
+        "environment": describe_environment(),
         "model": model.name,
         "turns": turns,
         "threads": 1,

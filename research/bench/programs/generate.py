@@ -34,7 +34,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import UsageError
 from diffquant.onnx.native import library_path
 from diffquant.support.names import option_name
@@ -188,7 +188,7 @@ def main(
     sizes = tuple(int(size) for size in batches.split(",") if size.strip())
     settings = Settings(threads, repeats, prompt, new, prefill, sizes, cpu_seconds)
     packages = ("onnx", "onnxruntime", "onnxruntime-genai", "llama_cpp_python")
-    result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
+    result: dict[str, Any] = {"environment": describe_environment(*packages), "models": {}}
     if merge and file and file.is_file():
         result = json.loads(file.read_text()) | {"environment": result["environment"]}
     for model in models:

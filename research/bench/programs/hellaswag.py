@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffquant.benchmarks.measuring import environment, run_in_turns
+from diffquant.benchmarks.measuring import describe_environment, run_in_turns
 from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
@@ -70,7 +70,7 @@ def measure_scorers(path: Path, items: int, repeats: int) -> dict[str, Any]:
         for who, of_scorer in turns.items()
     ]
     return {
-        "environment": environment() | {"threads": torch.get_num_threads(), "lm_eval": version("lm_eval")},
+        "environment": describe_environment() | {"threads": torch.get_num_threads(), "lm_eval": version("lm_eval")},
         "model": path.name,
         "items": items,
         "default_dtype": {"diffquant": str(resolve_dtype()).removeprefix("torch."), "HFLM": "float32"},

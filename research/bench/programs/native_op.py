@@ -16,10 +16,10 @@ import numpy as np
 import onnxruntime as ort
 import typer
 
-from diffquant.benchmarks.measuring import environment, run_in_turns
+from diffquant.benchmarks.measuring import describe_environment, run_in_turns
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.onnx import native
-from diffquant.onnx.graph.op import OpAttributes
+from diffquant.onnx.graph.op import AttentionAttributes
 from diffquant.onnx.runtime.session import session_options
 from tests.conformance.op_call import Made, Vector, one_node, random_inputs
 from tests.support.apart import CORES, Threads, second_call
@@ -96,7 +96,11 @@ def main(
         for workload in WORKLOADS
     ]
     if as_json:
-        about = {"environment": environment(), "onnxruntime": ort.__version__, "kernel": native.kernel_name()}
+        about = {
+            "environment": describe_environment(),
+            "onnxruntime": ort.__version__,
+            "kernel": native.attention_instruction_set(),
+        }
         print(json.dumps(about | {"threads": threads, "results": results}, indent=2))
     else:
         print("\n".join(map(times_line, results)))
@@ -156,7 +160,7 @@ def prepared_call(shape: OpShape, workload: OpWorkload, library: Path | None, th
 
 def random_call(shape: OpShape, workload: OpWorkload) -> Vector:
     """A call on random inputs, whose outputs have their shapes alone."""
-    attributes = OpAttributes(
+    attributes = AttentionAttributes(
         num_pairs=shape.pairs,
         num_kv_pairs=shape.kv_pairs,
         generation=shape.generation,

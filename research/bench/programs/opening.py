@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment, run_in_turns
+from diffquant.benchmarks.measuring import describe_environment, run_in_turns
 from tests.support.apart import JsonFile, run_apart, tell
 
 _OURS = """
@@ -66,7 +66,7 @@ def measure_opening(model: Path, repeats: int) -> dict[str, Any]:
     ways = {name: partial(run_apart, "-c", program + _REPORT, model) for name, program in programs.items()}
     turns = run_in_turns(ways, repeats)
     return {
-        "environment": environment("gguf"),
+        "environment": describe_environment("gguf"),
         "model": model.name,
         "file_bytes": model.stat().st_size,
         **turns,

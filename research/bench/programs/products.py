@@ -17,7 +17,7 @@ import onnxruntime as ort
 import typer
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from diffquant.benchmarks.measuring import environment, run_in_turns
+from diffquant.benchmarks.measuring import describe_environment, run_in_turns
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.onnx import native
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, VERSION
@@ -93,7 +93,7 @@ def main(
     chosen = [name.strip() for name in formats.split(",") if name.strip()] or list(FORMATS)
     if unread := [name for name in chosen if name not in FORMATS]:
         raise UsageError(f"unknown format {', '.join(map(repr, unread))}; choose from {', '.join(FORMATS)}")
-    names = [name.strip() for name in kernels.split(",") if name.strip()] or [native.matmul_kernel_name() or ""]
+    names = [name.strip() for name in kernels.split(",") if name.strip()] or [native.matmul_instruction_set() or ""]
     unknown = [name for name in names if not native.use_matmul_kernel(name)]
     if unknown:
         raise UsageError(
@@ -105,7 +105,7 @@ def main(
         rows.append(asdict(product) | {"matrices": product.matrices, "ms": times} | ratios(times))
         print(line(product, times), flush=True)
     if file:
-        about = {"environment": environment("onnx", "onnxruntime"), "threads": threads, "shapes": SHAPES}
+        about = {"environment": describe_environment("onnx", "onnxruntime"), "threads": threads, "shapes": SHAPES}
         write_json(file, about | {"products": rows})
 
 

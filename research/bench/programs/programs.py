@@ -9,7 +9,7 @@ from typing import Any
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.errors import DiffQuantError
 from diffquant.onnx.native import library_path
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 from research.bench.programs import contestants, generate, hellaswag, quantize
 from research.bench.programs.comparison import compare_with_export
 from tests.support.synthetic import sized_diffllama, synthesize
@@ -20,7 +20,7 @@ _SHORT = "left out of the full report for its time; `python -m research.bench ge
 
 
 def generation(
-    models: Sequence[Path], threads: int, repeats: int, peers: bool, progress: Progress = silent
+    models: Sequence[Path], threads: int, repeats: int, peers: bool, progress: Progress = report_nothing
 ) -> list[BenchCell]:
     """Cells of decode and prefill of every contestant.
 
@@ -59,7 +59,7 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[BenchCell
     ]
 
 
-def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> list[BenchCell]:
+def quantizing(gigabytes: float, weights: str, progress: Progress = report_nothing) -> list[BenchCell]:
     """Cell of quantizing a random checkpoint whole, then killed in the middle and resumed."""
     progress(0, 1, f"quantize: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
@@ -83,7 +83,7 @@ def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> l
     ]
 
 
-def exporting(gigabytes: float, progress: Progress = silent) -> list[BenchCell]:
+def exporting(gigabytes: float, progress: Progress = report_nothing) -> list[BenchCell]:
     """Cells of exporting a random checkpoint in float32 and in low bits; memory is without mapped files."""
     names = [contestants.FLOAT, *[name for name in contestants.CONTESTANTS if name.startswith("export 4")]]
     progress(0, 1, f"export: {gigabytes} GB")
@@ -105,7 +105,7 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[BenchCell]:
     ]
 
 
-def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> list[BenchCell]:
+def native_kernel(repeats: int, threads: int, progress: Progress = report_nothing) -> list[BenchCell]:
     """Cells of the op's native kernel beside its function body in ONNX Runtime."""
     from research.bench.programs import native_op
 
@@ -125,7 +125,7 @@ def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> li
     return cells
 
 
-def scoring(models: Sequence[Path], items: int, repeats: int, progress: Progress = silent) -> list[BenchCell]:
+def scoring(models: Sequence[Path], items: int, repeats: int, progress: Progress = report_nothing) -> list[BenchCell]:
     """Cells of HellaSwag items a second, beside lm-eval's HFLM."""
     cells = []
     for done, model in enumerate(models):

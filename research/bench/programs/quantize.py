@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import ToleranceError
 from diffquant.support.progress import progress_for
 from tests.support.apart import JsonFile, allocated, idle_memory, quantize_once, run_apart, tell
@@ -56,7 +56,7 @@ def measure_quantizing(source: Path, place: Path, weights: str) -> dict[str, Any
     resumed = quantize_once(source, place / "resumed", weights)
     source_bytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     return {
-        "environment": environment(),
+        "environment": describe_environment(),
         "model_type": json.loads((source / "config.json").read_text())["model_type"],
         "weights": weights,
         "source_bytes": source_bytes,

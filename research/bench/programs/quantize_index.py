@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import ToleranceError
 from diffquant.support.files import write_json
 from research.bench.programs.quantize import MEMORY_LIMIT, measure_quantizing, quantizing_summary
@@ -53,7 +53,7 @@ def main(
         write_holes(part, preset(_MODEL) | {"num_hidden_layers": layers}, 4)
         plan = plan_once(index, weights)
         result: dict[str, Any] = {
-            "environment": environment(),
+            "environment": describe_environment(),
             "model": _MODEL,
             "data": "holes of sparse files, which read as zeros",
             "index": plan,

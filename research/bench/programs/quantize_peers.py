@@ -22,14 +22,14 @@ import torch
 import typer
 from torch import Tensor
 
-from diffquant.benchmarks.measuring import environment, run_in_turns
+from diffquant.benchmarks.measuring import describe_environment, run_in_turns
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import MissingDependencyError
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import align_columns
-from diffquant.support.progress import progress_for, silent
+from diffquant.support.progress import progress_for, report_nothing
 from tests.support.apart import JsonFile, clocked, tell
 from tests.support.synthetic import sized_diffllama, synthesize
 
@@ -58,7 +58,7 @@ def main(
         times = in_turns(ways, turns)
     packed_bytes = sum(weight.nbytes for weight in weights)
     result = {
-        "environment": environment("torchao") | {"threads": torch.get_num_threads()},
+        "environment": describe_environment("torchao") | {"threads": torch.get_num_threads()},
         "weights": str(_RECIPE.weights),
         "source_bytes": source.checkpoint.nbytes,
         "packed_bytes": packed_bytes,
@@ -97,7 +97,7 @@ def summary(times: Mapping[str, Mapping[str, list[float]]], nbytes: int) -> str:
 
 
 def _quantize(source: Source, destination: Path) -> None:
-    quantize(source, destination, _RECIPE, progress=silent)
+    quantize(source, destination, _RECIPE, progress=report_nothing)
     shutil.rmtree(destination)
 
 

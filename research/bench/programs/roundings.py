@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.support.files import write_json
 from tests.support.apart import JsonFile, quantize_once
 
@@ -24,7 +24,7 @@ def main(
 ) -> None:
     """Measure time and memory of quantizing a checkpoint by each rounding, in a process of its own."""
     # Before the runs, which are a load of their own.
-    here, runs = environment(), {}
+    here, runs = describe_environment(), {}
     for name in roundings.split(","):
         with tempfile.TemporaryDirectory() as place:
             runs[name] = quantize_once(source, Path(place) / "out", weights, name)

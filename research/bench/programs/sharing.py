@@ -12,7 +12,7 @@ from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.result import SweepResult
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.sweep.workers import run_processes
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, report_nothing
 
 # Threads share sums in another order. In float32 that changes the last digits only and here and there a code, by which
 # an item may turn; in bfloat16 so many roundings that several of 20 items do.
@@ -21,7 +21,7 @@ _MAY_TURN = 1
 
 
 def share_sweep(
-    model: Path, counts: Sequence[int], repeats: int, options: SweepOptions = GRID, progress: Progress = silent
+    model: Path, counts: Sequence[int], repeats: int, options: SweepOptions = GRID, progress: Progress = report_nothing
 ) -> list[BenchCell]:
     """Cells of a sweep's cells per minute by number of workers, which share the processor's threads; by turns.
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from diffquant.benchmarks.measuring import environment, status_bytes
+from diffquant.benchmarks.measuring import describe_environment, parse_status_bytes
 from diffquant.errors import ToleranceError
 from diffquant.onnx import Generator
 from diffquant.onnx.runtime.session import InPlaceDecoder
@@ -96,7 +96,7 @@ def main(
     file: JsonFile = None,
 ) -> None:
     """Serve exported folders, and hold the process's memory to a bound."""
-    about = environment("onnx", "onnxruntime")
+    about = describe_environment("onnx", "onnxruntime")
     with tempfile.TemporaryDirectory() as place:
         folders = [Path(place) / str(number) for number in range(len(models))]
         # What exporting takes of memory is another process's: a server has none of it.
@@ -148,11 +148,11 @@ def _round(sessions: Sequence[Generator]) -> list[list[int]]:
     """Tokens of everything that a round asks for."""
     made: list[list[int]] = []
     for prompt in PROMPTS:
-        streams = [session.tokens(session.text.encode(prompt), ROWS) for session in sessions]
+        streams = [session.generate_tokens(session.text.encode(prompt), ROWS) for session in sessions]
         made += [[token for token in each if token is not None] for each in zip(*zip_longest(*streams), strict=True)]
     for session in sessions:
         text = session.text.encode(" ".join(PROMPTS * 8))
-        given_up = session.tokens(text, 8 * ROWS)
+        given_up = session.generate_tokens(text, 8 * ROWS)
         made.append([next(given_up), next(given_up)])
         del given_up
     # Sessions of one folder compute the same: each does one of the two.
@@ -164,7 +164,7 @@ def _round(sessions: Sequence[Generator]) -> list[list[int]]:
 def _grown(session: Generator) -> list[int]:
     """Tokens of a few calls, each of whose caches is made anew with one row more."""
     model, ids = session.model, np.array([session.text.encode(PROMPTS[1])])
-    past, tokens, length = model.empty_cache(1), [], 0
+    past, tokens, length = model.allocate_cache(1), [], 0
     for _ in range(ROWS // 4):
         length += ids.shape[1]
         (logits,), past = model.run(ids, np.ones((1, length), np.int64), past)
@@ -187,7 +187,7 @@ def _batch(session: Generator) -> list[list[int]]:
 def _sample(seconds: float, rounds: int) -> Sample:
     gc.collect()
     status = Path("/proc/self/status").read_text()
-    return Sample(round(seconds, 1), rounds, status_bytes(status, "VmRSS"), status_bytes(status, "RssAnon"))
+    return Sample(round(seconds, 1), rounds, parse_status_bytes(status, "VmRSS"), parse_status_bytes(status, "RssAnon"))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffquant.benchmarks.measuring import environment
+from diffquant.benchmarks.measuring import describe_environment
 from diffquant.support.machine import limit_spinning
 from tests.support.apart import JsonFile, run_apart, tell
 
@@ -44,7 +44,7 @@ def measure_verify(folder: Path, model: Path, repeats: int) -> dict[str, Any]:
     """Seconds of each turn and of its parts."""
     limit_spinning()
     return {
-        "environment": environment("onnxruntime"),
+        "environment": describe_environment("onnxruntime"),
         "folder": folder.name,
         "folder_bytes": sum(file.stat().st_size for file in folder.iterdir()),
         "turns": [_turn(folder, model) for _ in range(repeats)],

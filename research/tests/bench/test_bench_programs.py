@@ -15,7 +15,7 @@ from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.run import BenchOptions
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.onnx.native import kernel_name, library_path, matmul_kernel_name
+from diffquant.onnx.native import attention_instruction_set, library_path, matmul_instruction_set
 from research.bench import sections
 from research.bench.programs import (
     cell_speeds,
@@ -208,7 +208,10 @@ print(engine.kernels())
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after = ran.stdout.splitlines()
     assert before == "ONNX Runtime's"
-    names = [f"attention {kernel_name()}", *([f"products {matmul_kernel_name()}"] if matmul_kernel_name() else [])]
+    names = [
+        f"attention {attention_instruction_set()}",
+        *([f"products {matmul_instruction_set()}"] if matmul_instruction_set() else []),
+    ]
     assert after == (f"diffquant's: {', '.join(names)}" if native else "ONNX Runtime's")
 
 
@@ -222,7 +225,7 @@ def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp
     found = generate.measure_generation(model, tmp_path, names, settings)
     assert found[contestants.FLOAT]["same_tokens"] == 4
     assert found[contestants.TORCH]["kernels"].startswith("torch's, ")
-    assert found[contestants.FLOAT]["kernels"] == f"diffquant's: attention {kernel_name()}"
+    assert found[contestants.FLOAT]["kernels"] == f"diffquant's: attention {attention_instruction_set()}"
     assert found[contestants.FLOAT]["folder_bytes"] > 0
     for row in (found[contestants.TORCH], found[contestants.FLOAT]):
         assert all(row["batches"]["3"][what][0] > 0 for what in ("decode", "prefill"))

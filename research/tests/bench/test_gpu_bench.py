@@ -10,7 +10,7 @@ from torch.nn import Embedding
 from torch.nn.modules.module import register_module_forward_hook
 
 from diffquant.benchmarks import contest, linears
-from diffquant.benchmarks.workloads import Workload, differential, find_model
+from diffquant.benchmarks.workloads import Workload, find_model, make_differential_call
 from research.bench.gpu import groups, ratios, stores
 from research.bench.gpu.groups import Aim, Group
 
@@ -170,7 +170,7 @@ def test_generation_is_timed_end_to_end_without_the_prompt():
 
 def test_the_codes_that_are_timed_are_those_that_eight_bit_attention_makes():
     pytest.importorskip("triton")
-    call = differential(Workload(find_model("diffllama-1b"), 70, 70, 1, "float16"), "cpu")
+    call = make_differential_call(Workload(find_model("diffllama-1b"), 70, 70, 1, "float16"), "cpu")
     q, _, k, _, v, _ = groups.eight_bit_codes(call)
     assert (q.dtype, k.dtype, v.dtype) == (torch.int8, torch.int8, torch.float8_e4m3fn)
     assert k.shape[3] == v.shape[3] == 128

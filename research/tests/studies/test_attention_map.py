@@ -97,13 +97,13 @@ def folders(tmp_path_factory):
 )
 def test_the_weights_give_the_models_own_output(folders, source, recipe):
     model, ids = load(folders[source], Recipe.of(**recipe), torch.float64), random_ids(1, LENGTH)
-    walk, layer = model.walk(LENGTH), model.model.layers[1]
+    walk, layer = model.new_layer_runner(LENGTH), model.model.layers[1]
     attention, spec = layer.self_attn, model.config.diff_spec
-    x = walk.run(walk.layers[0], walk.embed(ids))
+    x = walk.run_layer(walk.layers[0], walk.embed(ids))
     computed = []
     attention.o_proj.register_forward_pre_hook(lambda _, inputs: computed.append(inputs[0][0, -1]))
     cache = model.new_cache()
-    wanted = layer(x, *walk.arguments(layer, cache))
+    wanted = layer(x, *walk.layer_arguments(layer, cache))
     out, weights, maps = last_weights(walk, layer, x)
     assert torch.equal(out, wanted)
     torch.testing.assert_close(maps.sum(-1), torch.ones(spec.maps, spec.pairs, dtype=torch.float64))
@@ -113,7 +113,7 @@ def test_the_weights_give_the_models_own_output(folders, source, recipe):
     if attention.value_rotation is not None:
         found = found @ attention.value_rotation.double().T
     if spec.post_norm != "none":
-        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + spec.post_norm_eps) * spec.post_factor(1)
+        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + spec.post_norm_eps) * spec.norm_factor(1)
         found = found * attention.subln.weight if spec.post_norm == "affine" else found
     if spec.output_gate:
         found = found * attention.output_gate_proj(layer.input_layernorm(x)[0, -1]).sigmoid().view(spec.pairs, 1, -1)
@@ -127,7 +127,7 @@ def test_a_call_that_is_looked_at_is_not_the_decode_kernels(folders, monkeypatch
     model = load(folders["unilm-v2"], dtype=torch.float32)
     monkeypatch.setattr(type(model.model), "has_quantized_cache", True)
     monkeypatch.setattr(model.model, "new_cache", lambda: FusedCache(Recipe(), 2))
-    walk = model.walk(2)
+    walk = model.new_layer_runner(2)
     _, weights, _ = last_weights(walk, walk.layers[0], walk.embed(random_ids(1, 2)))
     assert weights.shape == (2, 2)
 
@@ -146,7 +146,7 @@ def hand_made(lam):
         spec=spec | {"rope": "none"},
     )
     model = DiffTransformer(config).eval()
-    attention = model.attentions[0]
+    attention = model.attention_modules[0]
     model.model.embed_tokens.weight.copy_(torch.eye(2))
     # The norm makes √2 of each 1; token 1's key has a component that the query of map 1 looks for.
     attention.q_proj.weight.copy_(torch.tensor([[40.0, 40.0], [0, 0], [0, 0], [0, 0]]))
@@ -182,7 +182,7 @@ def test_every_token_of_a_prompt_belongs_to_its_part(adds_bos):
     encoder = RequestEncoder(tokenizer, 512, len(tokenizer))
     for item in make_items(tokenizer, data.books_text()[:20000], NeedlePlan(3, lengths=(220,), samples=2)):
         prompt = make_prompt(tokenizer, item, len(tokenizer))
-        request = encoder.request(*item.requests()[0])
+        request = encoder.encode_request(*item.query_texts()[0])
         whole = request.context + request.continuation
         assert (*prompt.ids, prompt.answer) == whole[: len(prompt.ids) + 1]
         text = {

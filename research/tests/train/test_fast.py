@@ -53,7 +53,7 @@ def with_gradients(model, loss):
 def exact(model, ids, weights):
     """Loss and gradients in float64, by the plain form of attention."""
     model = copy.deepcopy(model).double()
-    for attention in model.attentions:
+    for attention in model.attention_modules:
         attention.backend = "naive"
     logits = model(ids[:, :-1], use_cache=False).logits.flatten(0, 1)
     losses = cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")

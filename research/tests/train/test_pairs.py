@@ -98,8 +98,8 @@ def test_noise_separates_the_maps_and_costs_more_the_more_of_it(original, ids, k
     models = [starts.new_model(kind, original, levels, noise) for noise in (0.0, 0.05, 0.3)]
     gaps = []
     for model in models:
-        q = model.attentions[0].q_proj.weight.unflatten(0, (-1, 2, 8))
-        gaps.append((q[:, 0] - q[:, 1]).std() / original.attentions[0].q_proj.weight.std())
+        q = model.attention_modules[0].q_proj.weight.unflatten(0, (-1, 2, 8))
+        gaps.append((q[:, 0] - q[:, 1]).std() / original.attention_modules[0].q_proj.weight.std())
     assert gaps[0] == 0
     assert gaps[1] == pytest.approx(0.05, rel=0.2)
     costs = [divergence(model, original, ids) for model in models]
@@ -108,7 +108,7 @@ def test_noise_separates_the_maps_and_costs_more_the_more_of_it(original, ids, k
 
 def test_v1s_lambda_starts_as_a_half_and_can_move(original, ids):
     v1 = starts.new_model("diff-v1", original, starts.levels_of(original, ids))
-    for attention in v1.attentions:
+    for attention in v1.attention_modules:
         attention.requires_grad_(True)
         lam = attention.lam(torch.empty(0))
         assert lam.item() == pytest.approx(0.5, abs=1e-6)
@@ -121,7 +121,7 @@ def test_v1s_constant_is_hidden_from_the_output_projection_until_the_norm_shows_
     for parameter in starts.attention_parameters(model).values():
         parameter.requires_grad_(True)
     Objective(model, original, compiled=False).differentiate(ids[:, :97], torch.full((1, 96), 1 / 96), distil=False)
-    for attention in model.attentions:
+    for attention in model.attention_modules:
         columns = attention.o_proj.weight.grad.unflatten(1, (-1, 2, 8))
         assert columns[:, :, 1].abs().max() == 0 < columns[:, :, 0].abs().min()
         assert attention.subln.weight.grad.abs().min() > 0

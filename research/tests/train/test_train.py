@@ -11,7 +11,7 @@ import diffquant
 from diffquant import data
 from diffquant.errors import NonFiniteError, OutputExistsError, UsageError
 from diffquant.measure.protocols import needle
-from diffquant.model.attention import rotate
+from diffquant.model.attention import apply_rotary_embedding
 from diffquant.support.program import run_program
 from research.train import train as program
 from research.train.loop import CHECKPOINT, LOG, Trainer
@@ -119,10 +119,10 @@ def test_parameters_match_within_one_percent(recipe):
 def test_first_maps_look_one_and_two_tokens_back(kind):
     settings = replace(SETTINGS, model=replace(SIZES, head_dim=16, look_back=True))
     model = program.new_model(settings, kind, 100, "cpu")
-    attention, hidden = model.attentions[0], torch.randn(1, 20, SIZES.hidden)
+    attention, hidden = model.attention_modules[0], torch.randn(1, 20, SIZES.hidden)
     spec, rotary = attention.spec, model.model.rotary_emb(hidden, position_ids=torch.arange(20)[None])
-    q = rotate(attention.layout.queries(attention.q_proj(hidden)), rotary, "half")
-    k = rotate(attention.layout.keys(attention.k_proj(hidden)), rotary, "half")
+    q = apply_rotary_embedding(attention.layout.view_queries(attention.q_proj(hidden)), rotary, "half")
+    k = apply_rotary_embedding(attention.layout.view_keys(attention.k_proj(hidden)), rotary, "half")
     for pair, distance in enumerate((1, 2)):
         weights = (q[0, pair, 19] @ k[0, pair].T * spec.scale).softmax(-1)
         assert weights.argmax() == 19 - distance
@@ -185,7 +185,7 @@ def test_a_needle_sequence_answers_what_it_told_in_the_evaluations_words():
             city, number = source.tokenizer.decode(row[place - 1]), source.tokenizer.decode(row[place + 1])
             assert said.count(f"the magic number for {city} is {number}") >= 2
     item = needle.make_items(source.tokenizer, data.books_text(), needle.NeedlePlan(lengths=(128,), samples=1))[0]
-    assert source.tokenizer.unk_token_id not in source.tokenizer.encode("".join(item.requests()[0]))
+    assert source.tokenizer.unk_token_id not in source.tokenizer.encode("".join(item.query_texts()[0]))
 
 
 @pytest.mark.parametrize(("step", "most"), [(0, 4), (599, 4), (1300, 38), (2000, 71), (5000, 71)])

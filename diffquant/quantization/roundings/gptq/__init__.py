@@ -36,7 +36,7 @@ class Gptq(Rounding):
         from diffquant.quantization.roundings.gptq.sequence import round_layers
 
         opened = open_source(source)
-        calibration = self.read_text(opened, settings)
+        calibration = self.read_calibration(opened, settings)
         if settings.seed is not None and not calibration.is_drawn:
             raise UsageError(
                 f"{option_name('seed')} affects only rows of a JSONL file or dataset, but rounding {self.name} reads "
@@ -75,7 +75,7 @@ class Tuned(Rounding):
 
         opened = open_source(source)
         tune = partial(tune_layer, seed=settings.seed or 0)
-        calibration = self.read_text(opened, settings)
+        calibration = self.read_calibration(opened, settings)
         return round_layers(opened, schemes, settings, calibration, progress, tune, self.window)
 
 

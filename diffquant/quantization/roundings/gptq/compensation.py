@@ -25,7 +25,7 @@ _PASSES = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class InputStatistics:
     """Second moments of a linear module's inputs X [N, in], and the order in which its weight's columns are rounded.
 
     Attributes:
@@ -39,7 +39,7 @@ class Inputs:
     order: Tensor | None = None
 
     @classmethod
-    def of(cls, products: Tensor, by_activation: bool = False) -> "Inputs":
+    def factorize(cls, products: Tensor, by_activation: bool = False) -> "InputStatistics":
         """Compute `factor` and `order` from damped second moments.
 
         Args:
@@ -48,7 +48,7 @@ class Inputs:
         """
         if by_activation:
             order = products.diagonal().argsort(descending=True, stable=True)
-            return cls(products, cls.of(products[order][:, order]).factor, order)
+            return cls(products, cls.factorize(products[order][:, order]).factor, order)
         # The Cholesky factor of the products with both axes reversed is, reversed back, the inverse of `factor`.
         reversed_factor = torch.linalg.cholesky(products.double().flip(0, 1)).flip(0, 1)
         identity = torch.eye(len(products), dtype=torch.float64)
@@ -61,7 +61,7 @@ def damp(products: Tensor) -> Tensor:
     return products + torch.diag_embed(torch.full_like(diagonal, float(_DAMPING * diagonal.mean() + 1e-12)))
 
 
-def retargeting(products: Tensor, lost: Tensor) -> Tensor:
+def compute_retargeting(products: Tensor, lost: Tensor) -> Tensor:
     """Return R [in, in] such that W + W·R applied to X is closest to W applied to Y, for a weight W [out, in].
 
     X is the module's input, Y the same input in the 16-bit model, and H = XᵀX + damping. The weight whose output on X
@@ -81,7 +81,7 @@ def retargeting(products: Tensor, lost: Tensor) -> Tensor:
     return solution.float()
 
 
-def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def compensate(values: Tensor, inputs: InputStatistics, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round some rows of a weight with error compensation.
 
     Args:
@@ -94,7 +94,7 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
         Codes int8 [rows, in], and scales [rows, in/g] for groups of g inputs, or [rows, 1].
     """
     # Columns are processed one after another, so each is made contiguous.
-    columns, size = values.mT.contiguous(), scheme.size or values.shape[1]
+    columns, size = values.mT.contiguous(), scheme.granularity_size or values.shape[1]
     if inputs.order is None:
         codes, scales = round_in_one_pass(columns, inputs.factor, scheme.format, size, dtype)
     else:
@@ -111,7 +111,7 @@ def round_in_one_pass(
 
     Args:
         values: [in, rows] float32, the transposed rows.
-        factor: as in `Inputs`.
+        factor: as in `InputStatistics`.
         levels: number format of the codes.
         size: number of neighbouring columns of the weight that share a scale.
         dtype: dtype of the stored scales.
@@ -131,7 +131,7 @@ def round_in_one_pass(
     def start(columns: slice) -> None:
         nonlocal bound
         if ahead := _columns_of_step(columns, levels):
-            bound = levels.fit_step(find_scales(ahead, levels), 1)
+            bound = levels.with_fitted_step(find_scales(ahead, levels), 1)
         scale = find_scales(columns, bound).flatten()
         scales[columns.start // size] = scale
         divisors.copy_(scale)
@@ -146,7 +146,7 @@ def round_in_one_pass(
 
 
 def round_in_order(
-    values: Tensor, inputs: Inputs, order: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
+    values: Tensor, inputs: InputStatistics, order: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Run GPTQ's pass as `round_in_one_pass` does, but with the weight's columns in the given order.
 
@@ -188,12 +188,12 @@ def _descend(
     def start(columns: slice) -> None:
         nonlocal bound
         if ahead := _columns_of_step(columns, levels):
-            bound = levels.fit_step(scales[ahead.start // size : ahead.stop // size], 0)
+            bound = levels.with_fitted_step(scales[ahead.start // size : ahead.stop // size], 0)
         group, old = codes[columns], scales[columns.start // size]
         seen = products[columns, columns] @ group
         curvature = (seen * group).sum(0).clamp(min=torch.finfo(torch.float32).tiny)
         force = (pull[columns] * group).sum(0)
-        new = bound.storable(old + force / curvature, scale.dtype).flatten()
+        new = bound.round_scale(old + force / curvature, scale.dtype).flatten()
         change = new.float() - old
         change = change.where(change * (2 * force - change * curvature) > 0, 0.0)
         old += change

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffquant.model.walk import Walk
+from diffquant.model.walk import LayerRunner
 from diffquant.quantization.roundings.gptq.layer_inputs import ActivationStore, StoredActivations
 from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made, States, run_layer
 from diffquant.recipe.numbers.formats import NumberFormat
@@ -35,8 +35,8 @@ class _Ladder:
     def __init__(self, number_format: NumberFormat, scale: Tensor) -> None:
         """Prepare for a weight whose scales [out, in/g] share the steps of `scale`, if the format has steps."""
         levels, self._sizes = number_format.levels, (-1, number_format.scales_per_step)
-        self._format = number_format.fit_step(scale.unflatten(1, self._sizes), -1)
-        self.first = -number_format.zero
+        self._format = number_format.with_fitted_step(scale.unflatten(1, self._sizes), -1)
+        self.first = -number_format.zero_index
         self.last = self.first + len(levels) - 1
         # Change of the level per code; for uneven levels, half the distance between both neighbours.
         around = torch.tensor((2 * levels[0] - levels[1], *levels, 2 * levels[-1] - levels[-2]))
@@ -44,7 +44,7 @@ class _Ladder:
 
     def levels(self, codes: Tensor) -> Tensor:
         """Return the levels of codes, which are whole numbers in float32."""
-        return codes if self._steps is None else self._format.values(codes.to(torch.int8), codes.dtype)
+        return codes if self._steps is None else self._format.levels_of(codes.to(torch.int8), codes.dtype)
 
     def per_code_(self, values: Tensor, codes: Tensor) -> Tensor:
         """Convert derivatives by level into derivatives by code, in place."""
@@ -52,7 +52,7 @@ class _Ladder:
 
     def storable(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return scales [out, in/g] rounded as stored."""
-        return self._format.storable(scale.unflatten(1, self._sizes), dtype).flatten(1)
+        return self._format.round_scale(scale.unflatten(1, self._sizes), dtype).flatten(1)
 
     def approximate(self, scale: Tensor) -> Tensor:
         """Return scales rounded as stored if they are stored in 8 bits; the rounding to 16 bits is ignored."""
@@ -131,19 +131,19 @@ class _Latent(nn.Module):
 class _Output(nn.Module):
     """Module that returns a layer's output hidden states, for use with `torch.func.functional_call`."""
 
-    def __init__(self, walk: Walk[Any], layer: nn.Module) -> None:
+    def __init__(self, runner: LayerRunner[Any], layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self._walk = layer, walk
+        self.layer, self._runner = layer, runner
 
     def forward(self, state: Any) -> Tensor:
-        return self.hidden(self._walk.run(self.layer, state))
+        return self.hidden(self._runner.run_layer(self.layer, state))
 
     def hidden(self, state: Any) -> Tensor:
-        return self._walk.hidden(state)
+        return self._runner.hidden_states(state)
 
 
 def tune_layer(
-    walk: Walk[Any],
+    runner: LayerRunner[Any],
     weights: LayerWeights,
     states: States,
     exact: States,
@@ -161,15 +161,15 @@ def tune_layer(
     """
     before = {module: made for module, _, made, _ in weights.rounded_modules()}
     if not before:
-        run_layer(walk, weights.layer, states, store)
+        run_layer(runner, weights.layer, states, store)
         return
-    of_rounded = sum(error for _, error in _outputs(walk, weights.layer, states, exact))
+    of_rounded = sum(error for _, error in _outputs(runner, weights.layer, states, exact))
     latents = {module: _Latent(weight, made, scheme) for module, weight, made, scheme in weights.rounded_modules()}
-    _descend(_Output(walk, weights.layer), weights, latents, states, exact, seed)
+    _descend(_Output(runner, weights.layer), weights, latents, states, exact, seed)
     for module, latent in latents.items():
         weights.set_rounded(module, latent.to_codes())
     tuned, of_tuned = list[StoredActivations[Any]](), 0.0
-    for output, error in _outputs(walk, weights.layer, states, exact):
+    for output, error in _outputs(runner, weights.layer, states, exact):
         tuned.append(store.keep(output))
         of_tuned += error
     if of_tuned < of_rounded:
@@ -178,14 +178,14 @@ def tune_layer(
     del tuned
     for module, made in before.items():
         weights.set_rounded(module, made)
-    run_layer(walk, weights.layer, states, store)
+    run_layer(runner, weights.layer, states, store)
 
 
-def _outputs(walk: Walk[Any], layer: nn.Module, states: States, exact: States) -> Iterator[tuple[Any, float]]:
+def _outputs(runner: LayerRunner[Any], layer: nn.Module, states: States, exact: States) -> Iterator[tuple[Any, float]]:
     """Yield a layer's output and its squared error for each batch."""
     for state, target in zip(states, exact, strict=True):
-        output = walk.run(layer, state.get())
-        yield output, float((walk.hidden(output) - walk.hidden(target.get())).square().sum())
+        output = runner.run_layer(layer, state.get())
+        yield output, float((runner.hidden_states(output) - runner.hidden_states(target.get())).square().sum())
 
 
 def _descend(

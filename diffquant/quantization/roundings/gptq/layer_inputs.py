@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.errors import UsageError
-from diffquant.model.walk import Walk
-from diffquant.support.machine import free_memory
+from diffquant.model.walk import LayerRunner
+from diffquant.support.machine import available_memory
 
 State = TypeVar("State")
 
@@ -27,7 +27,7 @@ _READ_WITH = {
 
 
 @dataclass(eq=False)
-class Moments:
+class SecondMoments:
     """Second moments of a module's input X [N, in], summed over batches.
 
     Attributes:
@@ -46,7 +46,7 @@ class Moments:
             self.lost = lost if self.lost is None else self.lost + lost
 
 
-def group_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:
+def group_by_input(runner: LayerRunner[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:
     """Run a layer on its input `state`, and group its linear modules by their input.
 
     Returns:
@@ -55,7 +55,7 @@ def group_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[l
     called: list[tuple[str, Tensor]] = []
     names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
     with _hooks(layer, names, lambda name, x: called.append((name, x))):
-        state = walk.run(layer, state)
+        state = runner.run_layer(layer, state)
     readers: dict[int, list[str]] = {}
     for name, x in called:
         readers.setdefault(id(x), []).append(name)
@@ -66,15 +66,15 @@ def group_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[l
 
 
 def collect_inputs(
-    walk: Walk[State], layer: nn.Module, modules: Sequence[str], state: State
+    runner: LayerRunner[State], layer: nn.Module, modules: Sequence[str], state: State
 ) -> tuple[Mapping[str, Tensor], State]:
     """Run a layer on its input `state`; return the inputs [N, in] of some modules by name, and the layer's output."""
     seen: dict[str, Tensor] = {}
     with _hooks(layer, modules, lambda name, x: seen.update({name: x.flatten(0, -2)})):
-        return seen, walk.run(layer, state)
+        return seen, runner.run_layer(layer, state)
 
 
-def input_of(walk: Walk[State], layer: nn.Module, module: str, state: State) -> Tensor:
+def capture_input(runner: LayerRunner[State], layer: nn.Module, module: str, state: State) -> Tensor:
     """Run a layer on its input `state`, but only up to a module, and return the module's input [N, in]."""
     seen: list[Tensor] = []
 
@@ -84,7 +84,7 @@ def input_of(walk: Walk[State], layer: nn.Module, module: str, state: State) -> 
 
     try:
         with _hooks(layer, [module], stop):
-            walk.run(layer, state)
+            runner.run_layer(layer, state)
     except _Reached:
         pass
     return seen[0]
@@ -127,7 +127,7 @@ class ActivationStore:
         Args:
             budget: bytes of memory; by default half of the memory that is free now.
         """
-        self.free = free_memory() // 2 if budget is None else budget
+        self.free = available_memory() // 2 if budget is None else budget
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._numbers = count()
 

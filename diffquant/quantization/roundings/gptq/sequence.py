@@ -12,17 +12,17 @@ from diffquant.checkpoints.calibration import Calibration
 from diffquant.checkpoints.compressed_tensors import decode_codes
 from diffquant.checkpoints.row_stream import open_workers
 from diffquant.checkpoints.source import Source
-from diffquant.model.walk import Walk, batches
+from diffquant.model.walk import LayerRunner, split_into_batches
 from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.roundings.base import Rounder
-from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damp, retargeting
+from diffquant.quantization.roundings.gptq.compensation import InputStatistics, compensate, compute_retargeting, damp
 from diffquant.quantization.roundings.gptq.layer_inputs import (
     ActivationStore,
-    Moments,
+    SecondMoments,
     StoredActivations,
+    capture_input,
     collect_inputs,
     group_by_input,
-    input_of,
 )
 from diffquant.quantization.roundings.nearest import round_with_clipping
 from diffquant.recipe.rounding import RoundingSettings
@@ -35,9 +35,9 @@ _ROWS = 2048
 
 Made = tuple[Tensor, Tensor]
 States = list[StoredActivations[Any]]
-# (walk, weights of a rounded layer, its inputs, its target outputs, store): refines the codes and scales, and replaces
-# the inputs by the layer's new outputs.
-Finish = Callable[[Walk[Any], "LayerWeights", States, States, ActivationStore], None]
+# (runner, weights of a rounded layer, its inputs, its target outputs, store): refines the codes and scales, and
+# replaces the inputs by the layer's new outputs.
+Finish = Callable[[LayerRunner[Any], "LayerWeights", States, States, ActivationStore], None]
 
 
 def round_layers(
@@ -71,23 +71,23 @@ def round_layers(
     store, made = ActivationStore(), dict[str, Made]()
     with torch.no_grad():
         # A run on two tokens shows the order in which a layer's modules are called.
-        walk, glance = model.walk(ids.shape[1]), model.walk(2)
-        states: States = [store.keep(walk.embed(batch)) for batch in batches(ids, batch_tokens)]
+        runner, glance = model.new_layer_runner(ids.shape[1]), model.new_layer_runner(2)
+        states: States = [store.keep(runner.embed(batch)) for batch in split_into_batches(ids, batch_tokens)]
         exact = list(states)
         glimpse = glance.embed(ids[:1, :2])
-        for number, layer in enumerate(walk.layers):
+        for number, layer in enumerate(runner.layers):
             readers, glimpse = group_by_input(glance, layer, glimpse)
             weights = LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", made)
             groups = [names for names in readers if any(map(weights.is_rounded, names))]
             if settings.inputs == "unrounded":
-                _round_for_unrounded(walk, weights, groups, states, store)
+                _round_for_unrounded(runner, weights, groups, states, store)
             else:
-                _round_in_turn(walk, weights, groups, states, exact, store)
+                _round_in_turn(runner, weights, groups, states, exact, store)
                 if finish is None:
-                    run_layer(walk, layer, states, store)
+                    run_layer(runner, layer, states, store)
                 else:
-                    finish(walk, weights, states, exact, store)
-            progress(number + 1, len(walk.layers), "rounding by layers")
+                    finish(runner, weights, states, exact, store)
+            progress(number + 1, len(runner.layers), "rounding by layers")
     return Rounder(round_with_clipping, calibration.record | settings.options, made)
 
 
@@ -118,7 +118,7 @@ class LayerWeights:
     def is_rounded(self, module: str) -> bool:
         return self._stored_name(module).removesuffix(".weight") in self._schemes
 
-    def round(self, modules: Sequence[str], moments: Moments) -> None:
+    def round(self, modules: Sequence[str], moments: SecondMoments) -> None:
         """Round the weights of modules that share an input, and set them in the running model.
 
         Args:
@@ -126,8 +126,8 @@ class LayerWeights:
             moments: second moments of their input.
         """
         products = damp(moments.products)
-        inputs = Inputs.of(products, by_activation=self.settings.order == "activation")
-        moved = None if moments.lost is None else retargeting(products, moments.lost)
+        inputs = InputStatistics.factorize(products, by_activation=self.settings.order == "activation")
+        moved = None if moments.lost is None else compute_retargeting(products, moments.lost)
         with open_workers() as pool:
             under_way = {
                 module: [pool.submit(self._round_rows, module, rows, inputs, moved) for rows in self._rows(module)]
@@ -141,7 +141,7 @@ class LayerWeights:
         rows: Sequence[Tensor] = self._source.checkpoint.read(self._stored_name(module)).split(_ROWS)
         return rows
 
-    def _round_rows(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
+    def _round_rows(self, module: str, rows: Tensor, inputs: InputStatistics, moved: Tensor | None) -> Made:
         name = self._stored_name(module)
         values, scheme = rows.float(), self._bound_scheme(name)
         dtype = scheme.format.scale_dtype(self._source.checkpoint.output_dtype(name))
@@ -172,7 +172,9 @@ class LayerWeights:
     def _bound_scheme(self, name: str) -> Scheme:
         """Return a weight's scheme, bound to its largest magnitude if the format has a scale per tensor."""
         scheme = self._scheme(name)
-        return scheme.with_tensor_scale(self._magnitudes.of(name)) if scheme.format.spans_tensor else scheme
+        return (
+            scheme.with_tensor_scale(self._magnitudes.largest_magnitude(name)) if scheme.format.spans_tensor else scheme
+        )
 
     def _stored_name(self, module: str) -> str:
         return self._source.adapter.source_name(self._name(module))
@@ -181,23 +183,25 @@ class LayerWeights:
         return f"{self._prefix}.{module}.weight"
 
 
-def run_layer(walk: Walk[Any], layer: nn.Module, states: States, store: ActivationStore, first: int = 0) -> None:
+def run_layer(
+    runner: LayerRunner[Any], layer: nn.Module, states: States, store: ActivationStore, first: int = 0
+) -> None:
     """Run a layer on the batches in `states`, from number `first` on, and replace each batch by the layer's output."""
     for number in range(first, len(states)):
-        states[number] = store.keep(walk.run(layer, states[number].get()))
+        states[number] = store.keep(runner.run_layer(layer, states[number].get()))
 
 
 def _round_for_unrounded(
-    walk: Walk[Any],
+    runner: LayerRunner[Any],
     weights: LayerWeights,
     groups: Sequence[Sequence[str]],
     states: States,
     store: ActivationStore,
 ) -> None:
     """Round a layer for the 16-bit model's inputs, and replace these in `states` by the 16-bit model's outputs."""
-    moments = [Moments() for _ in groups]
+    moments = [SecondMoments() for _ in groups]
     for number, state in enumerate(states):
-        seen, output = collect_inputs(walk, weights.layer, [names[0] for names in groups], state.get())
+        seen, output = collect_inputs(runner, weights.layer, [names[0] for names in groups], state.get())
         states[number] = store.keep(output)
         for names, of_group in zip(groups, moments, strict=True):
             of_group.add(seen[names[0]])
@@ -206,7 +210,7 @@ def _round_for_unrounded(
 
 
 def _round_in_turn(
-    walk: Walk[Any],
+    runner: LayerRunner[Any],
     weights: LayerWeights,
     groups: Sequence[Sequence[str]],
     states: States,
@@ -222,21 +226,21 @@ def _round_in_turn(
     layer, held = weights.layer, list[StoredActivations[dict[str, Tensor]]]()
     is_target = weights.settings.target != "layer"
     for number, state in enumerate(exact if is_target else ()):
-        seen, output = collect_inputs(walk, layer, [names[0] for names in groups], state.get())
+        seen, output = collect_inputs(runner, layer, [names[0] for names in groups], state.get())
         if (kept := store.keep_in_memory(dict(seen))) is None:
             break
         held.append(kept)
         exact[number] = store.keep(output)
     original = copy.deepcopy(layer) if is_target and len(held) < len(exact) else layer
     for names in groups:
-        moments = Moments()
+        moments = SecondMoments()
         for number, state in enumerate(states):
             target = None
             if number < len(held):
                 target = held[number].get()[names[0]]
             elif is_target:
-                target = input_of(walk, original, names[0], exact[number].get())
-            moments.add(input_of(walk, layer, names[0], state.get()), target)
+                target = capture_input(runner, original, names[0], exact[number].get())
+            moments.add(capture_input(runner, layer, names[0], state.get()), target)
         weights.round(names, moments)
     if is_target:
-        run_layer(walk, original, exact, store, first=len(held))
+        run_layer(runner, original, exact, store, first=len(held))

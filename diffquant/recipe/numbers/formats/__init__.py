@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class NumberFormat(ABC):
     """A number format: a quantized value is a level times a scale.
 
-    A level's code is its index in `levels` minus `zero`, the index of 0. If levels are consecutive whole numbers, codes
-    equal levels. A format must define its name and levels; all else has defaults that follow from them.
+    A level's code is its index in `levels` minus `zero_index`, the index of 0. If levels are consecutive whole numbers,
+    codes equal levels. A format must define its name and levels; all else has defaults that follow from them.
 
     Attributes:
         name: the format's name in schemes: "4" in "4:g32".
@@ -53,7 +53,7 @@ class NumberFormat(ABC):
 
     # Plain properties: a cached one takes a lock, which torch.compile cannot trace.
     @property
-    def zero(self) -> int:
+    def zero_index(self) -> int:
         """Index of the level with code 0."""
         return self.levels.index(0)
 
@@ -73,7 +73,7 @@ class NumberFormat(ABC):
         return self.largest + (self.largest - self.levels[-2]) / 2
 
     @property
-    def steps(self) -> int:
+    def step_count(self) -> int:
         """Number of steps from the lowest to the largest level, as used for values that all have one sign."""
         return len(self.levels) - 1
 
@@ -85,7 +85,7 @@ class NumberFormat(ABC):
     @property
     def code_width(self) -> int:
         """Number of bits needed for a code."""
-        return self.steps.bit_length()
+        return self.step_count.bit_length()
 
     @property
     def integer_refusal(self) -> str | None:
@@ -120,7 +120,7 @@ class NumberFormat(ABC):
         """Return whether scales in a checkpoint may have this dtype."""
         return dtype.is_floating_point and dtype.itemsize > 1
 
-    def scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
+    def compute_scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
         """Return the scale that maps the largest magnitude along `dim` to the largest level.
 
         Args:
@@ -133,17 +133,17 @@ class NumberFormat(ABC):
 
         Source: dynamic absmax quantization, arXiv 2410.05258, section 3.7.
         """
-        from diffquant.recipe.numbers.absmax import compute_dtype
+        from diffquant.recipe.numbers.absmax import computing_dtype
 
-        return self.scale_of(x.abs().amax(dim, keepdim=True).to(compute_dtype(x)), dtype)
+        return self.scale_for_largest(x.abs().amax(dim, keepdim=True).to(computing_dtype(x)), dtype)
 
-    def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
-        """Return the scale, as `scale` computes it, for values with a known largest magnitude."""
+    def scale_for_largest(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
+        """Return the scale, as `compute_scale` computes it, for values with a known largest magnitude."""
         from diffquant.recipe.numbers.absmax import to_storable_scale
 
         return to_storable_scale(largest / self.largest, self.largest, dtype or largest.dtype)
 
-    def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def round_scale(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Round scales, which may be negative, to the nearest values that a checkpoint can store.
 
         They are limited so that scale · lowest level does not overflow.
@@ -156,7 +156,7 @@ class NumberFormat(ABC):
         limit = numbers.max / -self.lowest * (1 - numbers.eps)
         return to_storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
 
-    def fit_step(self, scale: "Tensor", dim: int) -> "NumberFormat":
+    def with_fitted_step(self, scale: "Tensor", dim: int) -> "NumberFormat":
         """Return this format with the steps that suit the scales along `dim`, or itself if scales are free."""
         del scale, dim
         return self
@@ -186,7 +186,7 @@ class NumberFormat(ABC):
 
     # Values and codes.
 
-    def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+    def encode(self, x: "Tensor", scale: "Tensor") -> "Tensor":
         """Return the codes of the levels nearest to x / scale. Ties go to the even code.
 
         Args:
@@ -198,44 +198,46 @@ class NumberFormat(ABC):
         """
         import torch
 
-        from diffquant.recipe.numbers.absmax import compute_dtype
+        from diffquant.recipe.numbers.absmax import computing_dtype
 
-        ratio = (x.to(compute_dtype(x)) / scale).contiguous()
+        ratio = (x.to(computing_dtype(x)) / scale).contiguous()
         levels = torch.tensor(self.levels, dtype=ratio.dtype, device=ratio.device)
         middles = (levels[1:] + levels[:-1]) / 2
-        below, above = (torch.bucketize(ratio, middles, right=up, out_int32=True) - self.zero for up in (False, True))
+        below, above = (
+            torch.bucketize(ratio, middles, right=up, out_int32=True) - self.zero_index for up in (False, True)
+        )
         return torch.where(below % 2 == 0, below, above).to(torch.int8)
 
-    def values(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def levels_of(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the levels that codes stand for."""
         import torch
 
         levels = torch.tensor(self.levels, dtype=dtype, device=codes.device)
-        return levels[codes.long() + self.zero]
+        return levels[codes.long() + self.zero_index]
 
-    def round_to_levels_(self, ratio: "Tensor") -> "Tensor":
+    def round_to_absmax_levels_(self, ratio: "Tensor") -> "Tensor":
         """Round values, already divided by their scale, to the nearest levels in place."""
-        return ratio.copy_(self.values(self.codes(ratio, ratio.new_ones(())), ratio.dtype))
+        return ratio.copy_(self.levels_of(self.encode(ratio, ratio.new_ones(())), ratio.dtype))
 
     def round_to_all_levels_(self, ratio: "Tensor") -> "Tensor":
         """Round values, already divided by their scale, in place to the nearest levels, also those unused by absmax."""
-        return self.round_to_levels_(ratio)
+        return self.round_to_absmax_levels_(ratio)
 
     def decode(self, codes: "Tensor", scale: "Tensor") -> "Tensor":
         """Dequantize codes: return level · scale in the scale's dtype, as every reader of a checkpoint computes it."""
-        return self.values(codes, scale.dtype) * scale
+        return self.levels_of(codes, scale.dtype) * scale
 
     # Codes and bytes.
 
     @property
-    def stored_dtype(self) -> "torch.dtype":
+    def packed_dtype(self) -> "torch.dtype":
         """Dtype of the tensor of packed codes."""
         import torch
 
         return torch.int32
 
-    def stored_width(self, length: int) -> int:
-        """Return the number of `stored_dtype` entries that hold `length` codes."""
+    def packed_width(self, length: int) -> int:
+        """Return the number of `packed_dtype` entries that hold `length` codes."""
         from diffquant.recipe.numbers.packing import packed_words
 
         return packed_words(length, self.code_width)
@@ -259,11 +261,11 @@ class NumberFormat(ABC):
 
     @property
     def file_dtype(self) -> "torch.dtype":
-        """Dtype of a weight's packed codes in a file; as wide as `stored_dtype`."""
-        return self.stored_dtype
+        """Dtype of a weight's packed codes in a file; as wide as `packed_dtype`."""
+        return self.packed_dtype
 
     @property
-    def stores_shape(self) -> bool:
+    def has_stored_shape(self) -> bool:
         """Whether a weight's shape is stored as a separate tensor, because the packed shape does not determine it."""
         return True
 
@@ -273,12 +275,12 @@ class NumberFormat(ABC):
         return f"diffquant-{self.name}"
 
     @property
-    def in_compressed_tensors(self) -> bool:
+    def is_in_compressed_tensors(self) -> bool:
         """Whether compressed-tensors can read the layout."""
         return not self.layout.startswith("diffquant-")
 
     @property
-    def description(self) -> Mapping[str, Any]:
+    def config_fields(self) -> Mapping[str, Any]:
         """Type and number of bits in a compressed-tensors config group; readers refuse folders with an unknown type."""
         return {"type": self.name}
 
@@ -286,7 +288,7 @@ class NumberFormat(ABC):
         """Return compressed-tensors' name for the granularity of a weight's scales."""
         return {"row": "channel"}.get(granularity, granularity)
 
-    def account(self) -> Mapping[str, Any]:
+    def record_fields(self) -> Mapping[str, Any]:
         """Return the fields that diffquant.json records about this format."""
         return {"format": self.name}
 

@@ -25,9 +25,9 @@ class Iq4Nl(NumberFormat):
     """4-bit codes with one float16 scale per group, which maps the value with the largest magnitude to level -127."""
 
     levels = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-    zero = 8
+    zero_index = 8
     for_weights_only = True
-    stores_shape = False
+    has_stored_shape = False
     # Negative ones map the largest magnitude to a positive level.
     trials = tuple(sign * (1.3 - n / 20) for sign in (1, -1) for n in range(11))
     refits_scale = True
@@ -40,25 +40,25 @@ class Iq4Nl(NumberFormat):
 
         return torch.float16
 
-    def scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
+    def compute_scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
         import torch
 
-        from diffquant.recipe.numbers.absmax import compute_dtype
+        from diffquant.recipe.numbers.absmax import computing_dtype
 
         high, low = x.amax(dim, keepdim=True), x.amin(dim, keepdim=True)
-        scale = torch.where(high > -low, high, low).to(compute_dtype(x)) / self.lowest
-        return scale if dtype is None else self.storable(scale, dtype)
+        scale = torch.where(high > -low, high, low).to(computing_dtype(x)) / self.lowest
+        return scale if dtype is None else self.round_scale(scale, dtype)
 
-    def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def round_scale(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
         return scale.clamp(-_largest_half(), _largest_half()).to(dtype)
 
-    def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+    def encode(self, x: "Tensor", scale: "Tensor") -> "Tensor":
         """Return the codes of the levels nearest to x / scale, which may be negative. Ties go to the higher code."""
         import torch
 
-        from diffquant.recipe.numbers.absmax import compute_dtype
+        from diffquant.recipe.numbers.absmax import computing_dtype
 
-        return _look_up(_nearest_levels()[1].to(torch.int8), x.to(compute_dtype(x)) / scale)
+        return _look_up(_nearest_levels()[1].to(torch.int8), x.to(computing_dtype(x)) / scale)
 
     def round_to_all_levels_(self, ratio: "Tensor") -> "Tensor":
         return ratio.copy_(_look_up(_nearest_levels()[0], ratio))
@@ -90,17 +90,17 @@ class Iq4Xs(Iq4Nl):
 
         return dtype == torch.uint8
 
-    def scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
-        scale = super().scale(x, dim)
+    def compute_scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
+        scale = super().compute_scale(x, dim)
         if dtype is None:
             return scale
         parts = self._by_step(scale, -2)
-        return self.fit_step(parts, -2).storable(parts, dtype).flatten(-3, -2)
+        return self.with_fitted_step(parts, -2).round_scale(parts, dtype).flatten(-3, -2)
 
-    def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def round_scale(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
         return (scale if self._step is None else _multiples(scale, self._step) * self._step).to(dtype)
 
-    def fit_step(self, scale: "Tensor", dim: int) -> "Iq4Xs":
+    def with_fitted_step(self, scale: "Tensor", dim: int) -> "Iq4Xs":
         return Iq4Xs(self.name, self.block or 0, self.scales_per_step, self._find_step(scale, dim))
 
     def _find_step(self, scale: "Tensor", dim: int) -> "Tensor":
@@ -157,7 +157,7 @@ def _nearest_levels() -> "tuple[Tensor, Tensor]":
 
     levels = torch.tensor(Iq4Nl.levels, dtype=torch.float32)
     places = torch.bucketize((torch.arange(512) - 255.5) / 2, (levels[1:] + levels[:-1]) / 2)
-    return levels[places], places - Iq4Nl.zero
+    return levels[places], places - Iq4Nl.zero_index
 
 
 def _look_up(table: "Tensor", ratio: "Tensor") -> "Tensor":

@@ -33,15 +33,15 @@ class Integer(NumberFormat):
     def bits(self) -> int:
         return self._bits
 
-    def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+    def encode(self, x: "Tensor", scale: "Tensor") -> "Tensor":
         """Return round-half-even(x / scale), clamped to absmax's codes; 16-bit tensors are divided in float32."""
         ratio = (x.float() if x.element_size() == 2 else x) / scale
         return ratio.round_().clamp_(-self.largest, self.largest).char()
 
-    def values(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def levels_of(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
         return codes.to(dtype)
 
-    def round_to_levels_(self, ratio: "Tensor") -> "Tensor":
+    def round_to_absmax_levels_(self, ratio: "Tensor") -> "Tensor":
         """Round to integers in place, without clamping, because absmax scales never exceed the largest code."""
         return ratio.round_()
 
@@ -49,10 +49,10 @@ class Integer(NumberFormat):
         return ratio.round_().clamp_(self.lowest, self.largest)
 
     @property
-    def description(self) -> Mapping[str, Any]:
+    def config_fields(self) -> Mapping[str, Any]:
         return {"num_bits": self.bits, "type": "int", "symmetric": True}
 
-    def account(self) -> Mapping[str, Any]:
+    def record_fields(self) -> Mapping[str, Any]:
         return {"bits": self.bits}
 
 
@@ -65,18 +65,18 @@ class IntegerBytes(Integer):
 
     layout = INT_QUANTIZED
     is_native = True
-    stores_shape = False
+    has_stored_shape = False
 
     def __init__(self) -> None:
         super().__init__(8)
 
     @property
-    def stored_dtype(self) -> "torch.dtype":
+    def packed_dtype(self) -> "torch.dtype":
         import torch
 
         return torch.int8
 
-    def stored_width(self, length: int) -> int:
+    def packed_width(self, length: int) -> int:
         return length
 
     def pack(self, codes: "Tensor") -> "Tensor":
@@ -89,7 +89,7 @@ class IntegerBytes(Integer):
         return _bytes, ()
 
 
-class Sixteen(NumberFormat):
+class Unquantized(NumberFormat):
     """The unquantized format: values keep the model's dtype, and there are no codes."""
 
     name, levels, quantizes = "16", (), False
@@ -99,7 +99,7 @@ class Sixteen(NumberFormat):
 
 for _bits in range(2, 9):
     register(Integer(_bits))
-register(Sixteen())
+register(Unquantized())
 BYTES = IntegerBytes()
 
 

@@ -47,12 +47,12 @@ class Minifloat(NumberFormat):
         """The largest code."""
         return len(self.levels) // 2
 
-    def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+    def encode(self, x: "Tensor", scale: "Tensor") -> "Tensor":
         import torch
 
-        from diffquant.recipe.numbers.absmax import compute_dtype
+        from diffquant.recipe.numbers.absmax import computing_dtype
 
-        ratio = x.to(compute_dtype(x)) / scale
+        ratio = x.to(computing_dtype(x)) / scale
         lowest = 2 - (1 << (self._exponent - 1))
         binades = 1 << self._exponent
         # How many binades a magnitude lies above the lowest one, which subnormal numbers share.
@@ -65,12 +65,12 @@ class Minifloat(NumberFormat):
         return code.clamp_(-self._top, self._top).to(torch.int8)
 
     @property
-    def stored_dtype(self) -> "torch.dtype":
+    def packed_dtype(self) -> "torch.dtype":
         import torch
 
         return torch.uint8
 
-    def stored_width(self, length: int) -> int:
+    def packed_width(self, length: int) -> int:
         return -(-length * self.width // 8)
 
     def pack(self, codes: "Tensor") -> "Tensor":
@@ -83,7 +83,7 @@ class Minifloat(NumberFormat):
         if self.width == 8:
             return bits
         words = pack((bits - sign).view(torch.int8), self.width)
-        return words.view(torch.uint8)[..., : self.stored_width(codes.shape[-1])].contiguous()
+        return words.view(torch.uint8)[..., : self.packed_width(codes.shape[-1])].contiguous()
 
     def unpack(self, stored: "Tensor", length: int) -> "Tensor":
         import torch
@@ -110,7 +110,7 @@ class Float8(Minifloat):
     """
 
     is_native = True
-    stores_shape = False
+    has_stored_shape = False
     has_tiles = True
 
     @property
@@ -120,7 +120,7 @@ class Float8(Minifloat):
         dtype: torch.dtype = getattr(torch, {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[self.name])
         return dtype
 
-    def values(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def levels_of(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
         read = self.pack(codes).view(self.file_dtype).to(dtype)
         return read.masked_fill(codes.abs() > self._top, float("nan"))
 
@@ -129,9 +129,9 @@ class Float8(Minifloat):
         return "float-quantized" if self.name == "e4m3" else f"diffquant-{self.name}"
 
     @property
-    def description(self) -> Mapping[str, Any]:
+    def config_fields(self) -> Mapping[str, Any]:
         # compressed-tensors has no other float of eight bits, and none of ours may be read as it.
-        return {"num_bits": 8, "type": "float" if self.in_compressed_tensors else self.name, "symmetric": True}
+        return {"num_bits": 8, "type": "float" if self.is_in_compressed_tensors else self.name, "symmetric": True}
 
 
 register(Float8("e4m3", 4, 3, 448))
@@ -154,7 +154,7 @@ class Microscaled(Minifloat):
     """
 
     block = 32
-    stores_shape = False
+    has_stored_shape = False
     trials = (2.0, 1.0, 0.5)
 
     def __init__(self, name: str, exponent: int, mantissa: int, largest: float, raised_from: float = 2.0) -> None:
@@ -193,7 +193,7 @@ class Microscaled(Minifloat):
 
         return dtype == torch.uint8
 
-    def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
+    def scale_for_largest(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
         """Return 2^(exponent of the largest magnitude - exponent of the largest level), or 2^-127 if all is zero.
 
         Args:
@@ -211,7 +211,7 @@ class Microscaled(Minifloat):
         biased = raised - 1 - math.frexp(self.largest)[1] + 1 + _BIAS
         return _power_of(torch.where(largest == 0, 0, biased), largest.dtype)
 
-    def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def round_scale(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the power of two nearest to a scale, by ratio."""
         import torch
 
@@ -233,8 +233,8 @@ class Microscaled(Minifloat):
         return _LAYOUTS.get(self.name.removesuffix("_up"), f"diffquant-{self.name}")
 
     @property
-    def description(self) -> Mapping[str, Any]:
-        if not self.in_compressed_tensors:
+    def config_fields(self) -> Mapping[str, Any]:
+        if not self.is_in_compressed_tensors:
             return {"type": self.name}
         return {"num_bits": self.width, "type": "float", "symmetric": True, "scale_dtype": "torch.uint8"}
 

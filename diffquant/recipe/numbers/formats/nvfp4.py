@@ -29,7 +29,7 @@ class Nvfp4(Minifloat):
 
     block = 16
     spans_tensor = True
-    stores_shape = False
+    has_stored_shape = False
     # A larger one leaves the levels near 4 for the largest magnitude.
     trials = (1.5, *(1 - n / 40 for n in range(20)))
     # Magnitude that the largest block scale of a weight has.
@@ -66,10 +66,10 @@ class Nvfp4(Minifloat):
 
         return dtype == torch.float8_e4m3fn
 
-    def scale_of(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":  # noqa: ARG002
+    def scale_for_largest(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":  # noqa: ARG002
         return self._divide(self._block_scale(largest / self.largest))
 
-    def storable(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def round_scale(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
         return self._divide(self._block_scale(scale.abs())).to(dtype)
 
     def _block_scale(self, scale: "Tensor") -> "Tensor":
@@ -101,7 +101,7 @@ class Nvfp4(Minifloat):
         return "nvfp4-pack-quantized"
 
     @property
-    def description(self) -> Mapping[str, Any]:
+    def config_fields(self) -> Mapping[str, Any]:
         return {"num_bits": 4, "type": "float", "symmetric": True, "scale_dtype": "torch.float8_e4m3fn"}
 
     def strategy(self, granularity: str) -> str:
@@ -118,12 +118,12 @@ class FourOverSix(Nvfp4):
     fits_errors = True
     _top_scale = 256.0
 
-    def scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
+    def compute_scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
         import torch
 
-        six = super().scale(x, dim, dtype)
-        four = self.scale_of(x.abs().amax(dim, keepdim=True).to(six.dtype) * (self.largest / 4))
-        errors = [(self.decode(self.codes(x, s), s) - x).square().sum(dim, keepdim=True) for s in (six, four)]
+        six = super().compute_scale(x, dim, dtype)
+        four = self.scale_for_largest(x.abs().amax(dim, keepdim=True).to(six.dtype) * (self.largest / 4))
+        errors = [(self.decode(self.encode(x, s), s) - x).square().sum(dim, keepdim=True) for s in (six, four)]
         return torch.where(errors[1] < errors[0], four, six)
 
 
