@@ -48,7 +48,7 @@ PROGRAMS = [
 def test_the_gpu_table_needs_torch_triton_and_numpy_alone():
     pytest.importorskip("triton")
     code = """
-from diffquant.benchmarks import contest, decode, linears, peers, roofline, workloads
+from diffquant.benchmarks import contest, decode, linears, peers, workloads
 from research.bench.gpu import groups, ratios, tune
 print(len(groups.groups()), len(tune.active_configs()) > 0, *contest.SECTIONS)
 """
