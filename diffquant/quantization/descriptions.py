@@ -293,12 +293,17 @@ def _account(
         **FileDigests({name: record["digest"] for name, record in records.items()}).to_dict(),
         "tensors": {
             tensor.name: {
-                **tensor.scheme.format.account(),
+                **(
+                    {"format": number.name}
+                    if (number := tensor.scheme.format).integer_refusal
+                    else {"bits": number.bits}
+                ),
                 "granularity": tensor.scheme.granularity_text,
                 "stored_bytes": tensor.stored_bytes,
                 "stored_bits": round(tensor.stored_bits, 4),
                 "relative_rms_error": errors[tensor.name],
             }
             for tensor in plan.packed
+            for numbers in [tensor.scheme.format]
         },
     }
