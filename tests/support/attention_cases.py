@@ -13,8 +13,9 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.attention import rotate
 from diffquant.onnx.graph.body import BodyKind, body
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.recipe.scheme import FULL, Scheme
+from tests.conformance.schemas import schema
 
 OPSET, IR = 23, 10
 
