@@ -22,10 +22,10 @@ from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import UsageError
 from diffquant.quantization.descriptions import write_descriptions
 from diffquant.quantization.engine_folder import is_engine_model
-from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
+from diffquant.quantization.roundings.base import Magnitudes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.reports.tables import compare_size
