@@ -188,8 +188,8 @@ def _compare_measure(measure: str, before: Outcome, after: Outcome) -> Compariso
         if old.are_right_or_wrong and new.are_right_or_wrong:
             changed = [(i, b > a) for i, a, b in zip(before.ids, old.values, new.values, strict=True) if a != b]
             gained, lost = [i for i, is_gain in changed if is_gain], [i for i, is_gain in changed if not is_gain]
-    means = (mean_interval(scores.values, scores.weights).mean for scores in (old, new))
-    return Comparison((before, after), measure, old.unit, len(old.values), *means, difference, gained, lost)
+    means = [mean_interval(scores.values, scores.weights).mean for scores in (old, new)]
+    return Comparison((before, after), measure, old.unit, len(old.values), means[0], means[1], difference, gained, lost)
 
 
 _DEFAULT_FILTER = "none"
@@ -227,9 +227,7 @@ def read_samples(path: Path) -> Outcome:
     first = dict(sorted(next(iter(by_filter.values())).items(), key=lambda item: (isinstance(item[0], str), item[0])))
     uneven = [name for name, documents in by_filter.items() if documents.keys() != first.keys()]
     if uneven:
-        raise UsageError(
-            f"{path}: filter {', '.join(uneven)} has other documents than the first filter; run lm_eval again"
-        )
+        raise UsageError(f"{path}: filter {', '.join(uneven)} has other documents than the first; run lm_eval again")
     scores: dict[str, Scores] = {}
     for name, documents in by_filter.items():
         ending = "" if name == _DEFAULT_FILTER else f",{name}"
