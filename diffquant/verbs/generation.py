@@ -6,7 +6,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from diffquant.checkpoints.texts import check_prompt, iterate_text_pieces, to_divisor, tokens_left
@@ -51,7 +51,9 @@ def stream(
     sampling = drawn if temperature else {"do_sample": False}
     failures: list[BaseException] = []
     abandoned = Event()
-    stopping = StoppingCriteriaList([_StopWhenSet(abandoned)])
+
+    def is_abandoned(input_ids: torch.Tensor, _scores: torch.Tensor, **_options: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), abandoned.is_set(), device=input_ids.device)
 
     def run() -> None:
         try:
@@ -61,7 +63,7 @@ def stream(
                 max_new_tokens=min(max_new_tokens, room),
                 streamer=made,
                 pad_token_id=0,
-                stopping_criteria=stopping,
+                stopping_criteria=StoppingCriteriaList([is_abandoned]),
             )
         except BaseException as failure:
             failures.append(failure)
@@ -95,16 +97,6 @@ class _TokenQueue(BaseStreamer):
 
     def end(self) -> None:
         self.tokens.put(None)
-
-
-class _StopWhenSet(StoppingCriteria):
-    """A criterion that stops generation when an event is set."""
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-
-    def __call__(self, input_ids: torch.Tensor, _scores: torch.Tensor, **_kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
 
 
 def _model_inputs(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool) -> dict[str, torch.Tensor]:
