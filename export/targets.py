@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def onnx_runtime(folder: Path) -> "Runtime | None":
-    """Return the runtime of a folder with an ONNX graph, or None for another folder.
+    """Return the runtime of a folder with an ONNX graph, or None if the folder has no such graph.
 
     Raises:
         MissingDependencyError: onnx or onnxruntime is not installed.

@@ -97,7 +97,7 @@ class Side(ABC):
     """One of the two models whose distributions are compared.
 
     Attributes:
-        source: the checkpoint, or None for an export, a file or a server.
+        source: the checkpoint, or None if it is an export, a file or a server.
     """
 
     source: "Source | None" = None
