@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.building import Rewrite, build_model, keep_unchanged, make_memory_source
-from diffquant.checkpoints.cache_scales import stored_ranges
+from diffquant.checkpoints.compressed_tensors import stored_ranges
 from diffquant.checkpoints.places import DeviceMap, Places
 from diffquant.checkpoints.ranges import read_ranges
 from diffquant.checkpoints.source import Source, open_source

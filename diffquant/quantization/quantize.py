@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
-from diffquant.checkpoints.cache_scales import has_engine_format, scales_of
-from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL, SCALE, decode_codes, pack_rows
+from diffquant.checkpoints.compressed_tensors import (
+    INPUT_GLOBAL,
+    SCALE,
+    decode_codes,
+    has_engine_format,
+    pack_rows,
+    scales_of,
+)
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import Block, Job, Shard, check_rows, checkpoint_key, make_copy_job, write_shards
