@@ -27,8 +27,6 @@ class BenchCell:
         baseline: path of the same workload with which this one is compared.
         missing: reason why there are no values.
         error, tolerance: relative error against `naive` on the same shapes, and the largest allowed.
-        operations, bytes: operations, and bytes read and written, of one call, as counted by `roofline`.
-        touched: size of all data that the timed calls read or write, each byte counted once.
         peak_bytes: peak memory in addition to what was allocated before; for whole programs, all of it.
         length: context length in tokens, for plots, if it applies.
         facts: further numbers by name.
@@ -43,9 +41,6 @@ class BenchCell:
     missing: str | None = None
     error: float | None = None
     tolerance: float | None = None
-    operations: int | None = None
-    bytes: int | None = None
-    touched: int | None = None
     peak_bytes: int | None = None
     length: int | None = None
     facts: dict[str, float] = field(default_factory=dict)
@@ -90,7 +85,6 @@ class BenchResult:
     """
 
     environment: dict[str, Any]
-    machine: dict[str, dict[str, float]]
     settings: dict[str, Any]
     cells: tuple[BenchCell, ...]
 
@@ -99,37 +93,11 @@ class BenchResult:
         key = (cell.section, cell.workload, cell.baseline, cell.unit)
         return cell.times_better(next((other for other in self.cells if other.key == key), None))
 
-    def roofline_fraction(self, cell: BenchCell) -> float | None:
-        """Return a cell's speed as a fraction of the roofline, or None if its operations and bytes were not counted."""
-        limits = self._limits(cell)
-        return max(limits) * 1e3 / cell.median if limits and cell.median else None
-
-    def is_data_in_cache(self, cell: BenchCell) -> bool:
-        """Return whether the roofline limits a cell by memory bandwidth although all its data fits into the cache."""
-        limits = self._limits(cell)
-        if limits is None or cell.touched is None or "cache" not in self.machine:
-            return False
-        arithmetic, memory = limits
-        return memory > arithmetic and cell.touched <= self.machine["cache"]["bytes"]
-
-    def _limits(self, cell: BenchCell) -> tuple[float, float] | None:
-        """Return the least seconds for a call's arithmetic and for its memory traffic, or None if unknown."""
-        if not cell.values or cell.unit != "ms" or cell.operations is None or cell.bytes is None:
-            return None
-        dtype = next((name for name in self.machine.get("matmul", {}) if name in cell.workload), None)
-        if dtype is None or "copy" not in self.machine:
-            return None
-        return cell.operations / self.machine["matmul"][dtype], cell.bytes / self.machine["copy"]["bytes a second"]
-
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON; each cell includes its ratio and its fraction of the roofline."""
-        cells = []
-        for cell in self.cells:
-            derived = {"ratio": self.ratio(cell), "of_roofline": self.roofline_fraction(cell)}
-            found = {name: value for name, value in derived.items() if value is not None}
-            cells.append(cell.to_dict() | found | ({"cached": True} if self.is_data_in_cache(cell) else {}))
-        parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}
-        return {"format": FORMAT, **parts, "cells": cells}
+        """Return plain data for JSON; each cell includes its ratio."""
+        ratios = [(cell, self.ratio(cell)) for cell in self.cells]
+        cells = [cell.to_dict() | ({} if ratio is None else {"ratio": ratio}) for cell, ratio in ratios]
+        return {"format": FORMAT, "environment": self.environment, "settings": self.settings, "cells": cells}
 
 
 def read_result(path: Path) -> BenchResult:
@@ -148,7 +116,7 @@ def read_result(path: Path) -> BenchResult:
         raise UsageError(f"cannot read {path}: it is not a result of `diffquant bench` in format {FORMAT}")
     try:
         cells = tuple(parse_cell(entry) for entry in data["cells"])
-        return BenchResult(data["environment"], data["machine"], data["settings"], cells)
+        return BenchResult(data["environment"], data["settings"], cells)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"cannot read {path}: a cell is damaged ({error})") from error
 

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.attention import BACKENDS
-from diffquant.benchmarks import roofline
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
-from diffquant.benchmarks.roofline import Count
 from diffquant.benchmarks.workloads import CallWithState, Workload, get_held_object, make_differential_call
 from diffquant.family.call import AttentionCall
 from diffquant.recipe import Recipe
@@ -37,7 +35,7 @@ def make_unpacked_peer(bits: int) -> Peer:
         now = _held_call(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
 
-    return Peer(attention, lambda work: _count(work, bits), make, facts=_facts)
+    return Peer(attention, make, facts=_facts)
 
 
 def make_fused_peer(bits: int) -> Peer:
@@ -56,7 +54,7 @@ def make_fused_peer(bits: int) -> Peer:
     def attention(call: AttentionCall) -> Tensor:
         return decode_attention(call, get_held_object(call))
 
-    return Peer(attention, lambda work: _count(work, bits), make, missing=missing, facts=_facts)
+    return Peer(attention, make, missing=missing, facts=_facts)
 
 
 def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> CallWithState:
@@ -67,16 +65,6 @@ def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) ->
 
 def _facts(call: AttentionCall) -> dict[str, float]:
     return {"cache bytes": float(call.held.nbytes)} if isinstance(call, CallWithState) else {}
-
-
-def _count(work: Workload, bits: int) -> Count:
-    """Count attention over a cache of this many bits, with 16-bit scales."""
-    if bits == 16:
-        return roofline.count_fused_call(work)
-    per_token = {"key": 16 / (64 if bits == 4 else work.model.width), "value": 16 / work.model.value_width}
-    return roofline.count_fused_call(
-        work, key_bytes=(bits + per_token["key"]) / 8, value_bytes=(bits + per_token["value"]) / 8
-    )
 
 
 def join_key_heads(call: AttentionCall) -> Tensor:

@@ -36,7 +36,7 @@ def _dense(weights: list[Tensor]) -> Layers:
 
 def _ours(bits: int) -> Make:
     def make(weights: list[Tensor]) -> Layers:
-        group = _group(weights[0].shape[1])
+        group = choose_group(weights[0].shape[1])
         first, stored = pack_weight_for_kernels(weights[0], bits, group)
         packed = [first, *(pack_weight_for_kernels(weight, bits, group)[0] for weight in weights[1:])]
         return lambda x, i: multiply_packed(x, packed[i]), first.nbytes, stored
@@ -68,43 +68,7 @@ def multiply_packed(x: Tensor, weight: Any) -> Tensor:
     return linear(x, weight)
 
 
-def _bitsandbytes(weights: list[Tensor]) -> Layers:
-    import bitsandbytes as bnb
-
-    layers = []
-    for weight in weights:
-        layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], bias=False, compute_dtype=weight.dtype)
-        layer.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
-        layers.append(layer.to(weight.device))
-    first = layers[0].weight
-    stored = bnb.functional.dequantize_4bit(first.data, first.quant_state)
-    # A state dict has all that a checkpoint stores: codes, scales, the codebook.
-    nbytes = sum(tensor.nbytes for tensor in layers[0].state_dict().values())
-    return lambda x, i: layers[i](x), nbytes, stored
-
-
-def _torchao(weights: list[Tensor]) -> Layers:
-    from torchao.quantization import Int4WeightOnlyConfig, quantize_
-
-    layers = []
-    for weight in weights:
-        layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=weight.dtype)
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        quantize_(layer, Int4WeightOnlyConfig(group_size=_group(weight.shape[1])))
-        layers.append(layer)
-    first: Any = layers[0].weight
-    return lambda x, i: layers[i](x), _bytes_within(first), first.dequantize()
-
-
-def _bytes_within(tensor: Any) -> int:
-    """Return the bytes of a tensor subclass's inner tensors: codes, scales and zero points."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return int(tensor.nbytes)
-    names, _ = tensor.__tensor_flatten__()
-    return sum(_bytes_within(getattr(tensor, name)) for name in names)
-
-
-def _group(width: int) -> int:
+def choose_group(width: int) -> int:
     """Return the largest group size that divides a width, or 128, which the kernels then refuse, if none does."""
     return next((size for size in _GROUPS if width % size == 0), _GROUPS[0])
 
@@ -112,8 +76,6 @@ def _group(width: int) -> int:
 PATHS: dict[str, tuple[Make, int]] = {
     DENSE: (_dense, 16),
     **{f"packed, {bits} bits": (_ours(bits), bits) for bits in (8, 6, 4)},
-    "bitsandbytes, NF4": (_bitsandbytes, 4),
-    "torchao, int4": (_torchao, 4),
 }
 
 
@@ -156,15 +118,12 @@ def _measure_paths(model: Model, tokens: int, dtype: str, device: str, repeats: 
     cells: dict[str, BenchCell] = {}
     calls = {}
     for name, (make, bits) in PATHS.items():
-        cell = BenchCell(SECTION, workload, name, baseline=DENSE, operations=2 * tokens * model.inner * model.hidden)
+        cell = BenchCell(SECTION, workload, name, baseline=DENSE)
         try:
             layers = make(weights)
-            cell = _check(cell, layers, x, weights[0], bits)
-            product, nbytes, _ = layers
-            moved = nbytes + x.nbytes + tokens * model.inner * kind.itemsize
-            cells[name] = cell = replace(cell, bytes=moved, touched=copies * moved)
+            cells[name] = cell = _check(cell, layers, x, weights[0], bits)
             if cell.missing is None:
-                calls[name] = make_timer(_run_all_copies(product, x, copies), device, graph=graph)
+                calls[name] = make_timer(_run_all_copies(layers[0], x, copies), device, graph=graph)
         except Exception as error:  # a path may fail with anything, which the table reports
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
             cells[name] = replace(cell, missing=f"{absent} is not installed" if absent else format_error(error))

@@ -11,19 +11,14 @@ from diffquant.reports.page import Block, Drawing, Report, Section, TextList, fo
 from diffquant.reports.plots import as_svg
 from diffquant.reports.tables import Table, format_csv
 
-_HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
+_HEADS = ["path", "median", "spread", "× baseline", "peak MB", "error from naive"]
 _NOTES = (
     "All paths of a table were timed alternately. Times are medians; spread is the smallest and the largest repeat.",
-    "“× baseline”: how many times better than the shaded row. “of roofline”: share of the speed that is possible for "
-    "the counted operations and bytes, given this machine's measured copy and matrix product.",
+    "“× baseline”: how many times better than the shaded row.",
     "If an error is given, the path's output was compared with the naive attention on the same random, non-zero data "
     "before it was timed. A path with a wrong result is not timed.",
     "In sections that run whole programs, peak memory is that of the process; for quantize and export, memory-mapped "
     "files do not count.",
-)
-_CACHED = (
-    "A share marked “cached” means little: all data of the calls fits into the machine's largest cache, which is "
-    "faster than memory."
 )
 _MEMORY = (
     "Peak memory of attention and decode includes a call's result, but not its inputs. On a CPU it is the growth of a "
@@ -122,16 +117,13 @@ def _tables(result: BenchResult) -> dict[tuple[str, str], tuple[Table, list[str]
 
 
 def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
-    ratio, share = result.ratio(cell), result.roofline_fraction(cell)
+    ratio = result.ratio(cell)
     return [
         cell.path,
         f"{cell.median:.4g} {cell.unit}",
         f"{min(cell.values):.4g} to {max(cell.values):.4g}" if len(cell.values) > 1 else "-",
         "-" if ratio is None else f"{ratio:.2f}",
-        "-" if share is None else f"{share:.0%}{', cached' if result.is_data_in_cache(cell) else ''}",
         "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.1f}",
-        "-" if cell.operations is None else f"{cell.operations / 1e9:.3g}",
-        "-" if cell.bytes is None else f"{cell.bytes / 1e6:.1f}",
         "-" if cell.error is None else f"{cell.error:.0e}",
     ]
 
@@ -146,8 +138,6 @@ def _fact(cell: BenchCell, name: str) -> str:
 def _notes(result: BenchResult) -> list[str]:
     """Return sentences about how the cells were measured."""
     notes = list(_NOTES)
-    if "cache" in result.machine:
-        notes.append(_CACHED)
     if any(cell.peak_bytes and cell.section in SECTIONS for cell in result.cells):
         notes.append(_MEMORY)
     if any("rounding error" in cell.facts for cell in result.cells):
@@ -158,16 +148,9 @@ def _notes(result: BenchResult) -> list[str]:
 def _machine(result: BenchResult) -> str:
     about = result.environment
     where = f"{about.get('device')}, {about.get('cores')} cores, {result.settings.get('threads')} threads"
-    copy = result.machine["copy"]["bytes a second"] / 1e9
-    matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
-    cache = result.machine.get("cache")
-    size = f"{cache['bytes'] / 1e6:.0f} MB" if cache else "not recorded, so no share is marked as cached"
-    measured = f"measured: copy {copy:.1f} GB/s, matrix product {matmul}"
-    parts = [f"{about['date']}, {where}", measured, f"largest cache {size}"]
     peaks = result.settings.get("peak memory")
-    if peaks is not None:
-        parts.append("peak memory of attention and decode: " + ", ".join(f"{k} {v}" for k, v in peaks.items()))
-    return "; ".join(parts)
+    measured = "" if peaks is None else ", ".join(f"{name} {value}" for name, value in peaks.items())
+    return f"{about['date']}, {where}" + (f"; peak memory of attention and decode: {measured}" if measured else "")
 
 
 def _settings(result: BenchResult) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diffquant.benchmarks import contest, linears, roofline
+from diffquant.benchmarks import contest, linears
 from diffquant.benchmarks.cells import BenchCell, BenchResult, parse_cell
 from diffquant.benchmarks.contest import PeerComparison, format_error
 from diffquant.benchmarks.measuring import describe_environment
@@ -176,14 +176,13 @@ def run_bench(
     journal = Journal(folder, key)
     started = time.monotonic()
     try:
-        machine = _keep(journal, "roofline", lambda: roofline.measure_roofline(options.device, [options.chosen_dtype]))
         cells, failed = _measure_sections(options, sections, journal, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"interrupted: what was measured is kept in {journal.path}; run the same command again to resume"
         ) from None
     stored |= {"seconds": round(time.monotonic() - started, 1), "failed_sections": failed}
-    result = BenchResult(about, machine, stored, tuple(cells))
+    result = BenchResult(about, stored, tuple(cells))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "bench.json", result.to_dict())
     journal.discard()

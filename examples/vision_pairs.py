@@ -24,9 +24,8 @@ from torch.nn.functional import conv2d, gelu, layer_norm, linear, normalize, rms
 from diffquant.attention import attend
 from diffquant.errors import CheckpointError
 from diffquant.family.call import AttentionCall
-from diffquant.family.lam import lam_from_vectors
 from diffquant.family.mask import Mask
-from diffquant.family.norm import PairNorm
+from diffquant.family.norm import PairNorm, lam_from_vectors
 from diffquant.recipe.scheme import FULL, Scheme
 
 SCHEMES = [f"{bits}:{granularity}" for granularity in ("tensor", "head", "row", "row:shift") for bits in (8, 6, 4, 3)]

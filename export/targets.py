@@ -1,7 +1,9 @@
-"""Export formats that can be run, each recognized by the files in its folders."""
+"""Export targets whose folders can be run, each with a function that recognizes them by their files.
+
+GGUF is not one: a GGUF file is opened as a checkpoint.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,26 +13,15 @@ if TYPE_CHECKING:
     from diffquant.measure.sweep.exported import Runtime
 
 
-@dataclass(frozen=True)
-class ExportFormat:
-    """An export format whose folders a runtime opens directly.
+def onnx_runtime(folder: Path) -> "Runtime | None":
+    """Return the runtime of a folder with an ONNX graph, or None if the folder has no such graph.
 
-    GGUF is not one: a GGUF file is opened as a checkpoint. The functions import their libraries when called, since
-    recognizing a folder must not need any.
-
-    Attributes:
-        name: name of the target in commands.
-        opens: returns whether a folder is in this format, by the names of its files only.
-        runtime: returns the runtime with which evaluations open such folders; raises MissingDependencyError if a
-            library is not installed.
+    Raises:
+        MissingDependencyError: onnx or onnxruntime is not installed.
     """
-
-    name: str
-    opens: Callable[[Path], bool]
-    runtime: Callable[[], "Runtime"]
-
-
-def _load_onnx_runtime() -> "Runtime":
+    if not model_file(folder).is_file():
+        return None
+    # Recognizing a folder must not need any library.
     from diffquant.onnx import check_installed
 
     check_installed()
@@ -39,19 +30,7 @@ def _load_onnx_runtime() -> "Runtime":
     return OnnxRuntime()
 
 
-ONNX = ExportFormat("onnx", lambda folder: model_file(folder).is_file(), _load_onnx_runtime)
-TARGETS = {ONNX.name: ONNX}
-
-
-def register_format(target: ExportFormat) -> ExportFormat:
-    """Add a target to `TARGETS`, and return it."""
-    TARGETS[target.name] = target
-    return target
-
-
-def export_format_of(folder: Path) -> ExportFormat | None:
-    """Return the export format of a folder, or None if it is a checkpoint."""
-    return next((target for target in TARGETS.values() if target.opens(folder)), None)
+TARGETS: list[Callable[[Path], "Runtime | None"]] = [onnx_runtime]
 
 
 def runtime_of(folder: Path) -> "Runtime | None":
@@ -60,5 +39,4 @@ def runtime_of(folder: Path) -> "Runtime | None":
     Raises:
         MissingDependencyError: the runtime's library is not installed.
     """
-    target = export_format_of(folder)
-    return None if target is None else target.runtime()
+    return next((runtime for target in TARGETS if (runtime := target(folder))), None)

@@ -19,7 +19,7 @@ from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, ToleranceError, UsageError
 from diffquant.onnx.files import RANGES_FILE, check_exported
 from diffquant.onnx.graph.body import BodyKind, make_function_body
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, AttentionAttributes, schema
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, INPUTS, NAME, AttentionAttributes
 from diffquant.onnx.graph.ops import MATMUL, QUANTIZED_ATTENTION, matmul_function, quantized_attention_function
 from diffquant.onnx.graph.plan import check_exportable
 from diffquant.onnx.manifest import Manifest, check_unchanged, read_manifest
@@ -193,7 +193,6 @@ def _excess(tables: Mapping[str, np.ndarray], rotary: LlamaRotaryEmbedding, at: 
 
 # The ops with native kernels, whose nodes have attributes.
 _OPS = (NAME, QUANTIZED_ATTENTION, MATMUL)
-_INPUTS = [each.name for each in schema().inputs]
 
 
 def body_problems(model: ModelProto, width: int) -> list[str]:
@@ -230,7 +229,7 @@ def _make_body(node: NodeProto, found: FunctionProto, width: int, widest: int) -
         return matmul_function(opset)
     if node.op_type == QUANTIZED_ATTENTION:
         return quantized_attention_function(opset, attributes["kv_bit_width"], bool(attributes["do_rotary"]))
-    given = {name for name, value in zip(_INPUTS, node.input, strict=False) if value}
+    given = {name for name, value in zip(INPUTS, node.input, strict=False) if value}
     # Layers may differ in their windows, and share a body made for the widest.
     of_all = replace(AttentionAttributes(**attributes), local_window_size=widest)
     kind: BodyKind = "contrib" if CONTRIB in versions else "pure"

@@ -4,8 +4,8 @@ Depends only on torch and numpy.
 """
 
 from diffquant.attention import backends  # noqa: F401  registers them
-from diffquant.attention.logits import LogitMeter
 from diffquant.attention.registry import BACKENDS, attend, backend_for, check_backend
+from diffquant.family.call import LogitMeter
 
 __all__ = ["BACKENDS", "LogitMeter", "attend", "backend_for", "check_backend"]
 

@@ -113,7 +113,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
 def _weights_entry(scheme: Scheme) -> dict[str, Any]:
     return {
         **scheme.format.config_fields,
-        "strategy": scheme.format.strategy(scheme.granularity),
+        "strategy": _strategy(scheme, "channel"),
         "group_size": None if scheme.sharing.block_size else scheme.granularity_size,
         **({"block_structure": [scheme.sharing.block_size] * 2} if scheme.sharing.block_size else {}),
         "dynamic": False,
@@ -122,13 +122,18 @@ def _weights_entry(scheme: Scheme) -> dict[str, Any]:
 
 def _inputs_entry(scheme: Scheme) -> dict[str, Any]:
     """Return the entry of activations that are rounded dynamically, with scales computed from them."""
-    strategy = {"row": "token"}.get(scheme.granularity) or scheme.format.strategy(scheme.granularity)
+    strategy = _strategy(scheme, "token")
     return {
         **scheme.format.config_fields,
         "strategy": strategy,
         "group_size": scheme.granularity_size,
         "dynamic": "local" if scheme.format.spans_tensor else True,
     }
+
+
+def _strategy(scheme: Scheme, row: str) -> str:
+    """Return compressed-tensors' name for the granularity of scales; `row` is its name for one scale per row."""
+    return {"row": row, "group": scheme.format.group_strategy}.get(scheme.granularity, scheme.granularity)
 
 
 def has_input_schemes(config: Mapping[str, Any]) -> bool:

@@ -11,6 +11,10 @@ stored as P.weight, as are 8-bit integers of Linears with rounded inputs (int-qu
 the dtype of the scales; nvfp4 also has P.weight_global_scale (float32 [1]). Number formats that compressed-tensors
 lacks are stored in the same tensors, under a layout name of diffquant's, which compressed-tensors refuses.
 
+Where config.json has a `kv_cache_scheme`, attention has the scales of a calibrated float cache: self_attn.k_scale and
+v_scale, one for a layer's keys and one for its values. A scale is a power of two, so that quotients are exact in every
+dtype.
+
 Source: compressed-tensors 0.20, compressors.
 """
 
@@ -19,7 +23,12 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.reader import TensorInfo
+from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
+from diffquant.checkpoints.reader import Checkpoint, TensorInfo
+from diffquant.errors import CheckpointError
+from diffquant.model.adapters import Adapter
+from diffquant.recipe import Recipe
+from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.scheme import Scheme
 
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
@@ -165,3 +174,45 @@ def list_packed_modules(tensors: Mapping[str, TensorInfo | Tensor]) -> list[str]
 
 def _is_native(module: str, dtype: torch.dtype, tensors: Container[str]) -> bool:
     return dtype.itemsize == 1 and dtype.is_signed and module + SCALE in tensors
+
+
+_CACHE = Scheme.parse("e4m3:static")
+_LARGEST = format_named("e4m3").largest
+
+
+def can_engines_use_cache(recipe: Recipe) -> bool:
+    """Return whether engines can use a recipe's cache: `e4m3:static` for all keys and values, and no residual."""
+    return recipe.schemes_of("k") == recipe.schemes_of("v") == {_CACHE} and not recipe.residual
+
+
+def scale_names(adapter: Adapter) -> dict[str, str]:
+    """Return the tensor names of a checkpoint's cache scales, by name of the calibrated range, such as "layers.0.k"."""
+    layers = range(adapter.architecture.num_hidden_layers)
+    modules = {n: adapter.source_name(f"model.layers.{n}.self_attn.k_proj.weight").rsplit(".", 2)[0] for n in layers}
+    return {f"layers.{n}.{target}": f"{modules[n]}.{target}_scale" for n in layers for target in ("k", "v")}
+
+
+def compute_scales(adapter: Adapter, ranges: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return cache scales for calibrated ranges, by tensor name: the least power of two not below largest / 448."""
+    names = scale_names(adapter)
+    exponents = {names[key]: torch.log2(tensor.max().double() / _LARGEST).ceil() for key, tensor in ranges.items()}
+    return {name: float(2.0**exponent) for name, exponent in exponents.items()}
+
+
+def read_stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Tensor]:
+    """Return the calibrated ranges that follow from a checkpoint's cache scales; empty if it has no such scales.
+
+    Raises:
+        CheckpointError: a scale is not finite and above zero.
+    """
+    if not has_kv_cache_scheme(checkpoint.config):
+        return {}
+    rows, ranges = adapter.architecture.cached_shapes, dict[str, Tensor]()
+    for key, name in scale_names(adapter).items():
+        scale = checkpoint.read(name).float()
+        if not bool(torch.isfinite(scale) & (scale > 0)):
+            raise CheckpointError(f"{checkpoint.path}: {name} is {scale.item()}; a scale must be a number above zero")
+        _, layer, target = key.split(".")
+        shape = rows[int(layer)].keys if target == "k" else rows[int(layer)].values
+        ranges[key] = (scale * _LARGEST).expand(shape)
+    return ranges

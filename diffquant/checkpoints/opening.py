@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from diffquant.checkpoints.cache_scales import scale_names
 from diffquant.checkpoints.compressed_config import has_kv_cache_scheme, read_schemes
 from diffquant.checkpoints.compressed_tensors import (
     INPUT_GLOBAL,
@@ -16,6 +15,7 @@ from diffquant.checkpoints.compressed_tensors import (
     list_packed_modules,
     packed_dtypes,
     packed_shapes,
+    scale_names,
 )
 from diffquant.checkpoints.dequantized import dequantize_folder
 from diffquant.checkpoints.folder import FolderCheckpoint

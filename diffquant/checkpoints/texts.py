@@ -10,6 +10,7 @@ from diffquant import data
 from diffquant.checkpoints.side_files import POINTER, is_lfs_pointer, read_json
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.support.files import read_text
+from diffquant.support.names import option_name
 
 
 def load_text(path: Path | None = None, characters: int | None = None) -> str:
@@ -99,6 +100,22 @@ def tokens_left(ids: Sequence[int], vocabulary: int, context: int, tokenizer: An
     if len(ids) >= context:
         raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {context}; shorten it")
     return context - len(ids)
+
+
+def encode_chat(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the token ids of a prompt as a user's message in the tokenizer's chat template.
+
+    Raises:
+        UsageError: the chat template is missing or fails.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(f"{option_name('chat')}: the model's tokenizer has no chat template")
+    message = [{"role": "user", "content": prompt}]
+    try:
+        encoded = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # a template is a program, and may fail in any way
+        raise UsageError(f"{option_name('chat')}: the tokenizer's chat template fails: {error}") from error
+    return list(encoded["input_ids"])
 
 
 def iterate_text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:

@@ -5,7 +5,6 @@ Shapes: B batch, T queries, S keys, h pairs, n noise heads, h_kv KV pairs, d que
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,15 +19,56 @@ from diffquant.recipe.scheme import FULL, Scheme
 _NAMES = {1: ("q", "k", "v"), 2: ("q1", "q2", "k1", "k2", "v")}
 
 
-class Meter(Protocol):
-    """Interface of a counter of quantized logits; `diffquant.attention.LogitMeter` documents and implements it."""
+@dataclass
+class LogitMeter:
+    """Statistics of a layer's logit quantizer since the last reset.
 
-    calls: int
-    p_calls: int
+    Counts stay on the device to avoid synchronization until `report` fetches them.
 
-    def add_counts(self, entries: int | Tensor, clipped: int | Tensor) -> None: ...
+    Attributes:
+        calls: number of attention calls with quantized logits.
+        p_calls: number of attention calls with quantized softmax weights.
+        entries: number of visible logits that were rounded, over both maps.
+        clipped: number of these that were clipped, which only `shift`, static scales and block formats such as MX do.
+        scale_sum, scale_count, scale_max: sum, number and maximum of the scales.
+    """
 
-    def record_scales(self, scales: Tensor, largest: Tensor) -> None: ...
+    calls: int = 0
+    p_calls: int = 0
+    entries: int | Tensor = 0
+    clipped: int | Tensor = 0
+    scale_sum: float | Tensor = 0.0
+    scale_count: int | Tensor = 0
+    scale_max: float | Tensor = 0.0
+
+    def add_counts(self, entries: int | Tensor, clipped: int | Tensor) -> None:
+        """Add to the numbers of rounded and of clipped logits."""
+        self.entries = self.entries + entries
+        self.clipped = self.clipped + clipped
+
+    def record_scales(self, scales: Tensor, largest: Tensor) -> None:
+        """Add scales to the statistics, except where `largest`, the largest |logit| of each scale, is 0."""
+        if not scales.numel():
+            return
+        used = largest > 0
+        scales = torch.where(used, scales.detach(), 0.0)
+        self.scale_sum = self.scale_sum + scales.sum(dtype=torch.float64)
+        self.scale_count = self.scale_count + used.sum()
+        self.scale_max = scales.amax().clamp(min=self.scale_max)
+
+    def report(self) -> dict[str, float]:
+        """Return the statistics by name: calls, entries, clipped, and the mean and largest scale.
+
+        The scales' keys are step_mean and step_max, as in stored results.
+        """
+        count = int(self.scale_count)
+        return {
+            "calls": self.calls,
+            "entries": int(self.entries),
+            "clipped": int(self.clipped),
+            "step_mean": float(self.scale_sum) / count if count else 0.0,
+            "step_max": float(self.scale_max),
+        }
 
 
 @dataclass(frozen=True)
@@ -71,7 +111,7 @@ class AttentionCall:
     p: Scheme = FULL
     qk: Scheme = FULL
     ranges: Tensor | None = None
-    meter: Meter | None = None
+    meter: LogitMeter | None = None
     signal_gate: Tensor | None = None
 
     def __post_init__(self) -> None:

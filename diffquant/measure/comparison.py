@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,9 +155,7 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
             "compared item by item; measure both again"
         )
     shared = [name for name in before.scores if name in after.scores]
-    sound = [
-        name for name in shared if not before.scores[name].nonfinite_items and not after.scores[name].nonfinite_items
-    ]
+    sound = [name for name in shared if not (before.scores[name].nonfinite_items or after.scores[name].nonfinite_items)]
     if not shared:
         found = "; ".join(", ".join(outcome.scores) or "none" for outcome in (before, after))
         raise UsageError(f"{before.task}: A and B have no measure in common ({found}); measure both again")
@@ -194,7 +192,6 @@ def _compare_measure(measure: str, before: Outcome, after: Outcome) -> Compariso
     return Comparison((before, after), measure, old.unit, len(old.values), means[0], means[1], difference, gained, lost)
 
 
-_NAME = re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.:-]+")
 _DEFAULT_FILTER = "none"
 
 
@@ -207,9 +204,13 @@ def read_samples(path: Path) -> Outcome:
     Raises:
         UsageError: the file cannot be read, or has lines that are not samples (the message counts them all).
     """
+    try:
+        lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
     by_filter: dict[str, dict[int | str, JsonObject]] = {}
     faults = []
-    for number, line in _lines(path):
+    for number, line in lines:
         try:
             sample = _sample(line)
             documents = by_filter.setdefault(str(sample["filter"]), {})
@@ -222,18 +223,17 @@ def read_samples(path: Path) -> Outcome:
         raise UsageError(f"{len(faults)} lines of {path} are not samples of lm-eval: {first_few(faults)}")
     if not by_filter:
         raise UsageError(f"{path} is empty: it needs the lines that lm_eval --log_samples writes")
-    first = dict(sorted(next(iter(by_filter.values())).items(), key=lambda item: _place(item[0])))
+    # Numbers come first.
+    first = dict(sorted(next(iter(by_filter.values())).items(), key=lambda item: (isinstance(item[0], str), item[0])))
     uneven = [name for name, documents in by_filter.items() if documents.keys() != first.keys()]
     if uneven:
-        raise UsageError(
-            f"{path}: filter {', '.join(uneven)} has other documents than the first filter; run lm_eval again"
-        )
+        raise UsageError(f"{path}: filter {', '.join(uneven)} has other documents than the first; run lm_eval again")
     scores: dict[str, Scores] = {}
     for name, documents in by_filter.items():
         ending = "" if name == _DEFAULT_FILTER else f",{name}"
         found = _scores([documents[each] for each in first])
         scores |= {f"{metric}{ending}": each for metric, each in found.items()}
-    named = _NAME.fullmatch(path.stem)
+    named = re.fullmatch(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.:-]+", path.stem)
     return Outcome(
         "",
         named[1] if named else path.stem,
@@ -242,19 +242,6 @@ def read_samples(path: Path) -> Outcome:
         scores,
         plain_data_digest([sample["prompt_hash"] for sample in first.values()]),
     )
-
-
-def _place(doc_id: int | str) -> tuple[bool, int | str]:
-    """Return the sort key of documents: numbers first."""
-    return isinstance(doc_id, str), doc_id
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        lines = read_text(path).split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _sample(line: str) -> JsonObject:

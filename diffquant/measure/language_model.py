@@ -82,13 +82,10 @@ def require_finite(computed: Tensor) -> None:
 
 
 class TokenCache(Protocol):
-    """A model's KV cache for a batch of sequences."""
+    """A model's KV cache for a batch of sequences, such as transformers'; `copy.deepcopy` makes an independent one."""
 
-    def select_sequences(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences with these indices, in this order; an index may occur several times."""
-
-    def branch(self) -> Self:
-        """Return a copy of the cache that can be extended independently."""
 
 
 class LanguageModel(ABC):

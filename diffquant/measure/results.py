@@ -87,11 +87,6 @@ class TaskResult:
         details = {name: value for name, value in content.items() if name not in (*_TASKS, *_CELLS)}
         return cls(**found, weight_bytes=weight_bytes, kv_bytes=kv_bytes, details=details)
 
-    @property
-    def shots(self) -> int | None:
-        """Number of demonstrations in a prompt, or None if the task shows none."""
-        return self.details.get("shots")
-
 
 MISSING, FAILED = "-", "failed"
 
@@ -241,7 +236,8 @@ def _item_notes(results: Sequence[TaskResult]) -> list[str]:
     counts = sorted({_count(result) for result in results})
     if not counts:
         return []
-    shots = sorted({result.shots for result in results if result.shots is not None})
+    # Tasks of your own, such as those of examples/shots, may show demonstrations.
+    shots = sorted({result.details["shots"] for result in results if "shots" in result.details})
     shown = f"many-shot after {', '.join(map(str, shots))} demonstrations" if shots else "zero-shot"
     return [
         f"{', '.join(map(str, counts))} items, {shown}. Brackets hold 95 % intervals: Wilson's for shares, "

@@ -7,6 +7,7 @@ several tokens, padding would shift its groups: then all sequences of a batch ha
 The KL divergence from another model's next-token distributions is also computed here.
 """
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
@@ -132,9 +133,9 @@ def _read_after_contexts(
         for part in split_into_passes(lengths, batch_tokens, mask.shape[1], pass_cost):
             # Continuations [R, T], right-padded, each after the cached context of its row.
             picked = [i for _, i in rows[part.start : part.stop]]
-            branch = cache if part.stop == len(rows) else cache.branch()
+            branch = cache if part.stop == len(rows) else copy.deepcopy(cache)
             chosen = torch.tensor([row for row, _ in rows[part.start : part.stop]], device=model.device)
-            branch.select_sequences(chosen)
+            branch.batch_select_indices(chosen)
             tokens, real = (padded.to(model.device) for padded in _pad([requests[i].continuation for i in picked]))
             scored = real[:, 1:].bool()
             states = model.compute_outputs(tokens[:, :-1], torch.cat([mask[chosen], real[:, 1:]], 1), branch)[scored]

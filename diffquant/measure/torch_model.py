@@ -1,9 +1,8 @@
 """Torch models as language models: `DiffTransformer`, and any causal model with transformers' interface."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +45,6 @@ class HiddenStates(ModelOutputs):
             return torch.cat([linear(wide, part.float()) for part in self.head.weight.split(rows)], -1)
 
 
-class TorchCache:
-    """A transformers cache as a `TokenCache`."""
-
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
-
-    def select_sequences(self, indices: Tensor) -> None:
-        self.cache.batch_select_indices(indices)
-
-    def branch(self) -> Self:
-        return copy.deepcopy(self)
-
-
 class TorchModel(LanguageModel):
     """A causal model in torch.
 
@@ -99,13 +85,13 @@ class TorchModel(LanguageModel):
     def vocabulary_size(self) -> int:
         return int(self.model.config.vocab_size)
 
-    def new_cache(self) -> TorchCache:
-        return TorchCache(self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache())
+    def new_cache(self) -> Cache:
+        cache: Cache = self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache()
+        return cache
 
     def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> HiddenStates:
         """Compute the last hidden states; a `DiffTransformer` does not count padding as positions."""
-        past = cache.cache if isinstance(cache, TorchCache) else None
-        out = self.model.model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=past is not None)
+        out = self.model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=cache is not None)
         return HiddenStates(out.last_hidden_state, self.model.lm_head)
 
     def generate(

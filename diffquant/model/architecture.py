@@ -146,7 +146,8 @@ class Architecture(ABC):
         """
         recipe.check_layers(self.target_layers)
         self._check_groups(recipe)
-        if recipe.rotates_cache and self.target_layers["k"] != self.target_layers["logits"]:
+        rotates = any(each.has_transform("rotated") for each in recipe.schemes_of("k") | recipe.schemes_of("v"))
+        if rotates and self.target_layers["k"] != self.target_layers["logits"]:
             raise UsageError(
                 f"{type(self).__name__} has layers that read the keys and values of another layer, which cannot be "
                 "rotated; leave out :rotated"

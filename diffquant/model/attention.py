@@ -16,9 +16,8 @@ from diffquant.attention import BACKENDS, LogitMeter, backend_for
 from diffquant.attention.operands import round_operands, round_values
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import HeadLayout
-from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.mask import Mask
-from diffquant.family.norm import PairNorm
+from diffquant.family.norm import LAMBDA_VECTORS, PairNorm, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import AttentionBlock
 from diffquant.model.fused_cache import FusedCache

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from diffquant.family.heads import PROJECTIONS, Projection
-from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.family.norm import LAMBDA_VECTORS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.activations import PARAMETERS
 from diffquant.recipe.targets import LAYER_TARGETS

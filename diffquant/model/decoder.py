@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from diffquant.errors import UsageError
-from diffquant.family.lam import LAMBDA_VECTORS
 from diffquant.family.mask import Mask
+from diffquant.family.norm import LAMBDA_VECTORS
 from diffquant.model.architecture import Architecture
 from diffquant.model.attention import PairAttention
 from diffquant.model.blocks import Blocks

@@ -47,24 +47,24 @@ def quantized_card(
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
-    operands = (
-        ("inputs of these layers", recipe.activations),
-        ("queries and keys", recipe.qk),
-        ("softmax weights", recipe.p),
-        ("values before P·V", recipe.pv),
-    )
+    schemes = {
+        "weights": recipe.weights,
+        "K cache": recipe.k,
+        "V cache": recipe.v,
+        "attention logits": recipe.logits,
+    }
+    operands = {"inputs of these layers": recipe.activations, "queries and keys": recipe.qk}
+    operands |= {"softmax weights": recipe.p, "values before P·V": recipe.pv}
+    schemes |= {what: scheme for what, scheme in operands.items() if scheme.quantizes}
+    schemes |= {markdown_code(pattern): scheme for pattern, scheme in recipe.overrides.items()}
+    tags = _tags(is_differential, bool(plan.schemes) and not _own_formats(plan))
     lines = [
-        format_front_matter("transformers", _tags(plan, is_differential), plan.checkpoint.front_matter, "quantized"),
+        format_front_matter("transformers", tags, plan.checkpoint.front_matter, "quantized"),
         f"# {markdown_text(name)}, quantized\n",
         f"Made from {markdown_code(name)} ({markdown_text(model_type)}) by diffquant, after training.\n",
         "| target | scheme |",
         "|---|---|",
-        f"| weights | {recipe.weights} |",
-        f"| K cache | {recipe.k} |",
-        f"| V cache | {recipe.v} |",
-        f"| attention logits | {recipe.logits} |",
-        *(f"| {what} | {scheme} |" for what, scheme in operands if scheme.quantizes),
-        *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
+        *(f"| {what} | {scheme} |" for what, scheme in schemes.items()),
         "",
         f"Tensors take {plan.size_text}.",
         *(
@@ -104,13 +104,8 @@ decode a tensor.
 """
 
 
-def _tags(plan: QuantizationPlan, is_differential: bool) -> list[str]:
-    is_standard = plan.schemes and not _own_formats(plan)
-    return [
-        "diffquant",
-        *([FAMILY] if is_differential else []),
-        *(["compressed-tensors"] if is_standard else []),
-    ]
+def _tags(is_differential: bool, is_standard: bool = False) -> list[str]:
+    return ["diffquant", *([FAMILY] if is_differential else []), *(["compressed-tensors"] if is_standard else [])]
 
 
 def _own_formats(plan: QuantizationPlan) -> list[str]:
@@ -147,10 +142,10 @@ def converted_card(
         is_differential: whether the model uses differential attention.
         left_out: removed code files of the source, and removed JSON entries that named code.
     """
-    name, tags = checkpoint.name, ["diffquant", *([FAMILY] if is_differential else [])]
+    name = checkpoint.name
     return "\n".join(
         [
-            format_front_matter("transformers", tags, checkpoint.front_matter),
+            format_front_matter("transformers", _tags(is_differential), checkpoint.front_matter),
             f"# {markdown_text(name)}, {kind}\n",
             f"Converted from {markdown_code(name)} ({markdown_text(source_type)}) by diffquant. {what}\n",
             *_left_out(left_out),
@@ -297,12 +292,17 @@ def _account(
         **FileDigests({name: record["digest"] for name, record in records.items()}).to_dict(),
         "tensors": {
             tensor.name: {
-                **tensor.scheme.format.record_fields(),
+                **(
+                    {"format": number.name}
+                    if (number := tensor.scheme.format).integer_refusal
+                    else {"bits": number.bits}
+                ),
                 "granularity": tensor.scheme.granularity_text,
                 "stored_bytes": tensor.stored_bytes,
                 "stored_bits": round(tensor.stored_bits, 4),
                 "relative_rms_error": errors[tensor.name],
             }
             for tensor in plan.packed
+            for numbers in [tensor.scheme.format]
         },
     }

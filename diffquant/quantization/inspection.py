@@ -13,7 +13,7 @@ from diffquant.checkpoints.compressed_tensors import packed_shapes
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.weight_source import WeightSource, open_weights
 from diffquant.errors import CheckpointError
-from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
+from diffquant.family.norm import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.recipe import Recipe

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.building import Rewrite, build_model, keep_unchanged, make_memory_source
-from diffquant.checkpoints.cache_scales import read_stored_ranges
+from diffquant.checkpoints.compressed_tensors import read_stored_ranges
 from diffquant.checkpoints.places import DeviceMap, OffloadPlan
 from diffquant.checkpoints.ranges import read_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.checks import check_activations, checked_schemes
-from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import quantize_as_stored
 from diffquant.quantization.roundings import rounding_named
+from diffquant.quantization.roundings.base import Magnitudes
 from diffquant.quantization.targets import find_packable_modules, unpacked_dtypes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
-from diffquant.checkpoints.cache_scales import can_engines_use_cache, compute_scales
-from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL, SCALE, decode_codes, pack_rows
+from diffquant.checkpoints.compressed_tensors import (
+    INPUT_GLOBAL,
+    SCALE,
+    can_engines_use_cache,
+    compute_scales,
+    decode_codes,
+    pack_rows,
+)
 from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import (
@@ -30,10 +36,10 @@ from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import UsageError
 from diffquant.quantization.descriptions import write_descriptions
 from diffquant.quantization.engine_folder import can_engines_run
-from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
+from diffquant.quantization.roundings.base import Magnitudes
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.reports.tables import compare_size

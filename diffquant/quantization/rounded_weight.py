@@ -8,8 +8,7 @@ from torch import Tensor
 
 from diffquant.checkpoints.compressed_tensors import decode_codes, weight_codes
 from diffquant.checkpoints.row_stream import map_in_order, open_workers, row_blocks
-from diffquant.quantization.magnitudes import Magnitudes
-from diffquant.quantization.roundings.base import Rounder
+from diffquant.quantization.roundings.base import Magnitudes, Rounder
 from diffquant.recipe.scheme import Scheme
 
 # (first row, last row exclusive) -> those rows [n, in].

@@ -222,10 +222,7 @@ class Recipe:
 
     def weight_scheme(self, module: str) -> Scheme:
         """Return the scheme of a linear layer's weight, given the layer's full name without ".weight"."""
-        for pattern, scheme in self.weight_overrides.items():
-            if fnmatchcase(module, pattern):
-                return scheme
-        return self.weights
+        return self._scheme_of("weights", module)
 
     @cached_property
     def weight_overrides(self) -> dict[str, Scheme]:
@@ -262,11 +259,6 @@ class Recipe:
         """Whether layers round their attention maps (`logits` or `p`): {True}, {False}, or both if layers differ."""
         logits, weights = ({s.quantizes for s in self.schemes_of(target)} for target in ("logits", "p"))
         return {a or b for a in logits for b in weights}
-
-    @property
-    def rotates_cache(self) -> bool:
-        """Whether any layer rotates keys or values before rounding them."""
-        return any(scheme.has_transform("rotated") for target in ("k", "v") for scheme in self.schemes_of(target))
 
     def is_static(self, target: str) -> bool:
         """Return whether any layer has calibrated scales for a target: "k", "v" or "logits"."""

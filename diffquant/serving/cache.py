@@ -1,11 +1,15 @@
-"""Chooses the format in which vLLM stores keys and values, for the recipe of a folder."""
+"""Chooses the format in which vLLM stores keys and values, and how many tokens the cache of a folder holds."""
 
 from collections.abc import Mapping
+from math import ceil, prod
 from typing import Any, get_args
 
 from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
-from diffquant.checkpoints.reader import read_stored_recipe
+from diffquant.checkpoints.reader import Checkpoint, read_stored_recipe
 from diffquant.errors import UsageError
+from diffquant.model.adapters import Adapter
+from diffquant.model.architecture import Architecture, TransformerArchitecture
+from diffquant.model.blocks import CachedShapes
 from diffquant.support.names import did_you_mean, option_name
 
 # What `cache` may be beside a name of vLLM's: the recipe's own, or none of it.
@@ -75,3 +79,79 @@ def override_cache_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries that override config.json so that vLLM ignores the folder's scheme of the KV cache."""
     entry = config["quantization_config"]
     return {"quantization_config": {key: value for key, value in entry.items() if key != "kv_cache_scheme"}}
+
+
+ITEMSIZES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Extra tokens reserved per request: vLLM allocates its cache in blocks, of which a request leaves two partly empty.
+_BLOCKS = 256
+# Bytes of an element of a state, which is float32.
+_STATE = 4
+# Largest number of requests of full length for which the cache has space.
+_REQUESTS = 16
+# Bytes for vLLM itself and the activations of a batch, besides weights and cache.
+_APART = 2 << 30
+
+
+def plan_capacity(
+    memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: str, context: int | None
+) -> tuple[int, int]:
+    """Return how many tokens a request may have, and how many bytes the KV cache of all requests takes.
+
+    Both are chosen so that the weights and the cache fit into memory.
+
+    Args:
+        memory: free bytes.
+        dtype: name of the dtype of the weights while served.
+        itemsize: bytes of an element of the cached keys and values.
+        context: tokens per request; by default as many as the model supports and fit into memory.
+
+    Raises:
+        UsageError: not even one request with `context` tokens fits, or the model supports fewer positions.
+    """
+    architecture = adapter.architecture
+    a_token, a_request = _cache_bytes(architecture, itemsize)
+    free = memory - _APART - _weight_bytes(checkpoint, adapter, dtype)
+    fits = max(0, (free - a_request) // a_token)
+    known = architecture.max_position_embeddings
+    if context is not None and context > known:
+        raise UsageError(f"{option_name('context', context)} exceeds the model's {known} positions")
+    wanted = context or min(known, fits)
+    if not 0 < wanted <= fits:
+        raise UsageError(
+            f"the cache of {wanted or 'a few'} tokens takes {(a_token * wanted + a_request) / 1e9:.1f} GB, but after "
+            f"the weights {max(0, free) / 1e9:.1f} GB of memory are free: use {option_name('context', fits)}"
+        )
+    return wanted, min(free, _REQUESTS * (wanted * a_token + a_request))
+
+
+def _cache_bytes(architecture: Architecture, itemsize: int) -> tuple[int, int]:
+    """Return the bytes that a token takes in the cache, and those of a request of any length."""
+    spec = architecture.diff_spec
+    # A cached head holds the keys of both maps. Values are cut into heads of that width, each stored with the keys.
+    width = spec.key_heads // spec.kv_pairs * spec.head_dim
+    heads = 2 * spec.kv_pairs * ceil(spec.value_dim / width) * width * itemsize
+    a_token = a_request = 0
+    for blocks in architecture.layers:
+        for stored in (block.cached_shapes for block in blocks.values()):
+            if isinstance(stored, CachedShapes):
+                is_latent = stored.is_latent and stored.window is None
+                each = (stored.keys[1] + stored.values[1]) * itemsize if is_latent else heads
+                a_token += 0 if stored.window else each
+                a_request += (_BLOCKS + (stored.window or 0)) * each
+            elif stored is not None:
+                a_request += sum(prod(shape) for shape in stored) * _STATE
+    return a_token, a_request
+
+
+def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: str) -> int:
+    """Return the bytes of the weights as served: packed if all have 4 bits and vLLM can use them, else unpacked."""
+    groups = checkpoint.config.get("quantization_config", {}).get("config_groups", {})
+    widths = {group["weights"]["num_bits"] for group in groups.values()}
+    if widths == {4} and dtype != "float32" and is_compiled(adapter):
+        return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    return sum(prod(shape) for shape in adapter.source_shapes().values()) * ITEMSIZES[dtype]
+
+
+def is_compiled(adapter: Adapter | None) -> bool:
+    """Return whether vLLM can compile a model and divide it among ranks, which diffquant's own decoders cannot be."""
+    return adapter is None or isinstance(adapter.architecture, TransformerArchitecture)

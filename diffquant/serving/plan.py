@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, prod
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
@@ -17,8 +16,7 @@ from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.reader import Checkpoint, read_stored_recipe
 from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter, adapter_for
-from diffquant.model.architecture import Architecture, TransformerArchitecture
-from diffquant.model.blocks import CachedShapes
+from diffquant.model.architecture import TransformerArchitecture
 from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.quantization.engine_folder import (
     can_use_modelling_file,
@@ -28,80 +26,18 @@ from diffquant.quantization.engine_folder import (
 )
 from diffquant.quantization.foreign_code import REDIRECTS, check_no_foreign_code
 from diffquant.recipe.numbers.formats.integer import INT_QUANTIZED, PACK_QUANTIZED
-from diffquant.serving.cache import AUTO, RECIPE, choose_cache, is_fp8, override_cache_scheme
+from diffquant.serving.cache import (
+    AUTO,
+    ITEMSIZES,
+    RECIPE,
+    choose_cache,
+    is_compiled,
+    is_fp8,
+    override_cache_scheme,
+    plan_capacity,
+)
 from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
 from diffquant.support.names import first_few, option_name
-
-ITEMSIZES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Extra tokens reserved per request: vLLM allocates its cache in blocks, of which a request leaves two partly empty.
-_BLOCKS = 256
-# Bytes of an element of a state, which is float32.
-_STATE = 4
-# Largest number of requests of full length for which the cache has space.
-_REQUESTS = 16
-# Bytes for vLLM itself and the activations of a batch, besides weights and cache.
-_APART = 2 << 30
-
-
-def plan_capacity(
-    memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: str, context: int | None
-) -> tuple[int, int]:
-    """Return how many tokens a request may have, and how many bytes the KV cache of all requests takes.
-
-    Both are chosen so that the weights and the cache fit into memory.
-
-    Args:
-        memory: free bytes.
-        dtype: name of the dtype of the weights while served.
-        itemsize: bytes of an element of the cached keys and values.
-        context: tokens per request; by default as many as the model supports and fit into memory.
-
-    Raises:
-        UsageError: not even one request with `context` tokens fits, or the model supports fewer positions.
-    """
-    architecture = adapter.architecture
-    a_token, a_request = _cache_bytes(architecture, itemsize)
-    free = memory - _APART - _weight_bytes(checkpoint, adapter, dtype)
-    fits = max(0, (free - a_request) // a_token)
-    known = architecture.max_position_embeddings
-    if context is not None and context > known:
-        raise UsageError(f"{option_name('context', context)} exceeds the model's {known} positions")
-    wanted = context or min(known, fits)
-    if not 0 < wanted <= fits:
-        raise UsageError(
-            f"the cache of {wanted or 'a few'} tokens takes {(a_token * wanted + a_request) / 1e9:.1f} GB, but after "
-            f"the weights {max(0, free) / 1e9:.1f} GB of memory are free: use {option_name('context', fits)}"
-        )
-    return wanted, min(free, _REQUESTS * (wanted * a_token + a_request))
-
-
-def _cache_bytes(architecture: Architecture, itemsize: int) -> tuple[int, int]:
-    """Return the bytes that a token takes in the cache, and those of a request of any length."""
-    spec = architecture.diff_spec
-    # A cached head holds the keys of both maps. Values are cut into heads of that width, each stored with the keys.
-    width = spec.key_heads // spec.kv_pairs * spec.head_dim
-    heads = 2 * spec.kv_pairs * ceil(spec.value_dim / width) * width * itemsize
-    a_token = a_request = 0
-    for blocks in architecture.layers:
-        for stored in (block.cached_shapes for block in blocks.values()):
-            if isinstance(stored, CachedShapes):
-                is_latent = stored.is_latent and stored.window is None
-                each = (stored.keys[1] + stored.values[1]) * itemsize if is_latent else heads
-                a_token += 0 if stored.window else each
-                a_request += (_BLOCKS + (stored.window or 0)) * each
-            elif stored is not None:
-                a_request += sum(prod(shape) for shape in stored) * _STATE
-    return a_token, a_request
-
-
-def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: str) -> int:
-    """Return the bytes of the weights as served: packed if all have 4 bits and vLLM can use them, else unpacked."""
-    groups = checkpoint.config.get("quantization_config", {}).get("config_groups", {})
-    widths = {group["weights"]["num_bits"] for group in groups.values()}
-    if widths == {4} and dtype != "float32" and _is_compiled(adapter):
-        return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    return sum(prod(shape) for shape in adapter.source_shapes().values()) * ITEMSIZES[dtype]
-
 
 # Hides from vLLM how weights are packed that `ServedDecoder` unpacks, as vLLM does not know the layout.
 WITHOUT_PACKING = {"quantization_config": None}
@@ -171,7 +107,7 @@ def plan_server(
     if not checkpoint.path.is_dir():
         raise UsageError(f"{model} is not a folder, but vLLM serves only folders: make one with `diffquant quantize`")
     config, adapter = checkpoint.config, _adapter(checkpoint)
-    if isinstance(checkpoint, DequantizedCheckpoint) and (_is_compiled(adapter) or checkpoint.is_compressed_tensors):
+    if isinstance(checkpoint, DequantizedCheckpoint) and (is_compiled(adapter) or checkpoint.is_compressed_tensors):
         raise UsageError(
             f"{model} holds weights quantized to {checkpoint.earlier_format}: make a 16-bit folder for the server "
             f"first, "
@@ -211,7 +147,7 @@ def plan_server(
         itemsize = 1 if is_fp8(cache) else ITEMSIZES[dtype]
         length, nbytes = plan_capacity(memory, checkpoint, adapter, itemsize, dtype, context)
         command += ["--max-model-len", str(length), "--kv-cache-memory-bytes", str(nbytes // ranks)]
-    if memory is not None or not _is_compiled(adapter):
+    if memory is not None or not is_compiled(adapter):
         # Compiling takes minutes on a CPU.
         command.append("--enforce-eager")
     if memory is not None and has_latents:
@@ -235,7 +171,7 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
         UsageError: head pairs would be split between devices, the plugin serves the model on one device alone, or the
             modelling file has no plan for tensor parallelism.
     """
-    if not _is_compiled(adapter):
+    if not is_compiled(adapter):
         raise UsageError(f"{config['model_type']} is served on one rank: leave out {option_name('ranks', ranks)}")
     if not can_use_modelling_file(config, adapter):
         return
@@ -250,11 +186,6 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
             f"{config['model_type']} needs the plugin to run on {ranks} devices: leave out "
             f"{option_name('implementation', 'folder')}"
         )
-
-
-def _is_compiled(adapter: Adapter | None) -> bool:
-    """Return whether vLLM can compile a model and divide it among ranks, which diffquant's own decoders cannot be."""
-    return adapter is None or isinstance(adapter.architecture, TransformerArchitecture)
 
 
 def _check_format(checkpoint: Checkpoint) -> None:

@@ -30,9 +30,8 @@ def bench(
     peer: Peers = (),
     repeats: kinds.Count = 5,
     graph: bool = False,
-    tune: kinds.File | None = None,
     progress: Progress | None = None,
-) -> "BenchResult | str":
+) -> "BenchResult":
     """Compare speed and memory with other implementations.
 
         diffquant bench attention decode --shapes 830M --lengths 512,1K
@@ -52,11 +51,10 @@ def bench(
         peer: implementation to compare attention and decode with; all by default.
         repeats: number of times to measure each implementation.
         graph: capture each measured step in a CUDA graph and replay that.
-        tune: instead of measuring, try neighbouring kernel configurations and write the best to this file.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        All measurements; with `tune`, a text about the configurations found.
+        All measurements.
 
     Raises:
         DiffQuantError: an argument is wrong; raised before the first measurement.
@@ -66,14 +64,9 @@ def bench(
     from diffquant.benchmarks.run import PARTS, BenchOptions
     from diffquant.benchmarks.workloads import parse_lengths
 
-    device = choose_device(device)
-    if tune is not None:
-        from diffquant.benchmarks.tune import tune as run_tuning
-
-        return run_tuning(Path(tune), device, progress or progress_for("tune"))
     options = BenchOptions(
         sections=tuple(sections or PARTS),
-        device=device,
+        device=choose_device(device),
         models=split_texts(shapes),
         lengths=tuple(parse_lengths(lengths)) if lengths else (),
         batches=tuple(parse_lengths(batches)),

@@ -25,7 +25,6 @@ Reference = Annotated[kinds.PathText, kinds.Kind(str, "REFERENCE", is_positional
 Candidate = Annotated[kinds.PathText, kinds.Kind(str, "CANDIDATE", is_positional=True)]
 Characters = Annotated[int, kinds.Kind(int, "NUMBER", least=0)]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=4)]
-Dataset = Annotated[str, kinds.Kind(str, "ORG/NAME")]
 
 
 @check_arguments
@@ -38,7 +37,6 @@ def fidelity(
     context: Context | None = None,
     top_k: kinds.Count = 20,
     output: kinds.NewFolder | None = None,
-    dataset: Dataset | None = None,
     card: bool = False,
     save_base: kinds.File | None = None,
     dtype: kinds.Name = "auto",
@@ -67,8 +65,6 @@ def fidelity(
             log-probabilities has a fixed number.
         top_k: number of likeliest tokens to request from a server.
         output: folder for the numbers, and a table for the model card.
-        dataset: the text's dataset on the hub; adds an entry to .eval_results in `output`, which the hub reads, and
-            with `card` also in the candidate's folder.
         card: write the table into the model card of the candidate, a local folder; it replaces an earlier table.
         save_base: file for the reference's log-probabilities in llama.cpp's format; give it instead of a candidate. It
             takes 2 bytes for each scored token and vocabulary entry.
@@ -88,15 +84,14 @@ def fidelity(
     device = notes.choose_device(device)
     if (candidate is None) == (save_base is None):
         raise UsageError(f"give a candidate to compare, or {option_name('save_base', 'FILE')} instead")
-    if dataset is not None and output is None and not card:
-        raise UsageError(f"{option_name('dataset')} is written into a folder: give {option_name('output')}, too")
     if card and (candidate is None or not Path(candidate).is_dir()):
         raise UsageError(
             f"{option_name('card', True)} needs a candidate that is a local folder, whose model card it changes"
         )
     from diffquant.measure.fidelity import save_base_file as write_base
     from diffquant.measure.fidelity.base_file import MAGIC
-    from diffquant.measure.fidelity.result import FILES, check_card, write_fidelity, write_to_card
+    from diffquant.measure.fidelity.result import FILES, write_fidelity, write_to_card
+    from diffquant.support.files import check_writable
     from diffquant.support.outputs import check_output_file
 
     shown, base = progress or progress_for("fidelity"), None if save_base is None else Path(save_base)
@@ -105,7 +100,7 @@ def fidelity(
     elif output is not None:
         FILES.check(Path(output))
     if card:
-        check_card(Path(str(candidate)), dataset)
+        check_writable(Path(str(candidate)))
     sides = [_open(str(place), top_k, dtype, device) for place in (reference, candidate) if place is not None]
     chunks, about = _chunks(sides, text, characters, context)
     if base is not None:
@@ -114,14 +109,13 @@ def fidelity(
         return None
     result = _compare(sides, chunks, about, shown)
     if output is not None:
-        notes.say_files_written(write_fidelity(result, Path(output), dataset))
+        notes.say_files_written(write_fidelity(result, Path(output)))
     if card:
-        notes.say_files_written(write_to_card(result, Path(str(candidate)), dataset))
+        notes.say_files_written([write_to_card(result, Path(str(candidate)))])
     return result
 
 
 def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
-    from diffquant.checkpoints.source import open_source
     from diffquant.measure.fidelity import calibration_note, compare_distributions
     from diffquant.measure.fidelity.base_file import count_scored_positions
     from diffquant.measure.fidelity.result import Fidelity
@@ -129,18 +123,13 @@ def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, 
 
     comparison = compare_distributions(sides[0], sides[1], chunks, progress)
     reference, candidate = ({"name": side.name, **side.describe_model()} for side in sides)
-    if _is_packed(reference) and not _is_packed(candidate):
+    of_reference, of_candidate = (side.source for side in sides[:2])
+    if of_reference and of_reference.packed and not (of_candidate and of_candidate.packed):
         notes.say("note: the reference has quantized weights and the candidate has not; are they exchanged?")
-    if candidate["kind"] == "checkpoint":
+    if of_candidate is not None:
         targets = chunks[:, -count_scored_positions(chunks.shape[1]) :].tolist()
-        about["calibration"] = calibration_note(open_source(candidate["name"]), targets)
+        about["calibration"] = calibration_note(of_candidate, targets)
     return Fidelity.from_compared(comparison, reference, candidate, about, {**provenance(), "versions": versions()})
-
-
-def _is_packed(side: JsonObject) -> bool:
-    from diffquant.checkpoints.source import open_source
-
-    return side["kind"] == "checkpoint" and bool(open_source(side["name"]).packed)
 
 
 def _open(place: str, top_k: int, dtype: str, device: str) -> "ComparedModel":
@@ -182,7 +171,7 @@ def _model(path: Path, dtype: str, device: str) -> "ComparedModel":
         "recipe": source.recipe.to_dict(),
         "dtype": str(loaded.dtype).removeprefix("torch."),
     }
-    return LocalModel(path, TorchModel(loaded, source.tokenizer), about)
+    return LocalModel(path, TorchModel(loaded, source.tokenizer), about, source)
 
 
 def _chunks(

@@ -6,13 +6,11 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from diffquant.checkpoints.texts import check_prompt, iterate_text_pieces, to_logit_divisor, tokens_left
-from diffquant.errors import UsageError
+from diffquant.checkpoints.texts import check_prompt, encode_chat, iterate_text_pieces, to_logit_divisor, tokens_left
 from diffquant.model.causal import CausalModel
-from diffquant.support.names import option_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,27 +39,30 @@ def stream(
             or its chat template is missing or fails.
     """
     check_prompt(prompt)
-    inputs = {name: ids.to(model.device) for name, ids in _model_inputs(tokenizer, prompt, chat).items()}
-    ids = inputs["input_ids"][0].tolist()
+    ids = encode_chat(tokenizer, prompt) if chat else tokenizer(prompt)["input_ids"]
     config = model.config
     room = tokens_left(ids, config.vocab_size, config.max_position_embeddings, tokenizer)
+    inputs = torch.tensor([ids], device=model.device)
     made = _TokenQueue()
     # transformers would draw among the 50 likeliest tokens alone.
     drawn = {"do_sample": True, "temperature": to_logit_divisor(temperature), "top_k": 0}
     sampling = drawn if temperature else {"do_sample": False}
     failures: list[BaseException] = []
     abandoned = Event()
-    stopping = StoppingCriteriaList([_StopWhenSet(abandoned)])
+
+    def is_abandoned(input_ids: torch.Tensor, _scores: torch.Tensor, **_options: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), abandoned.is_set(), device=input_ids.device)
 
     def run() -> None:
         try:
             model.generate(
-                **inputs,
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
                 **sampling,
                 max_new_tokens=min(max_new_tokens, room),
                 streamer=made,
                 pad_token_id=0,
-                stopping_criteria=stopping,
+                stopping_criteria=StoppingCriteriaList([is_abandoned]),
             )
         except BaseException as failure:
             failures.append(failure)
@@ -95,29 +96,3 @@ class _TokenQueue(BaseStreamer):
 
     def end(self) -> None:
         self.tokens.put(None)
-
-
-class _StopWhenSet(StoppingCriteria):
-    """A criterion that stops generation when an event is set."""
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-
-    def __call__(self, input_ids: torch.Tensor, _scores: torch.Tensor, **_kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
-
-
-def _model_inputs(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool) -> dict[str, torch.Tensor]:
-    if not chat:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    elif getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": prompt}]
-        try:
-            encoded = tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # a template is a program, and may fail in any way
-            raise UsageError(f"{option_name('chat')}: the tokenizer's chat template fails: {error}") from error
-    else:
-        raise UsageError(f"{option_name('chat')}: the checkpoint's tokenizer has no chat template")
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}

@@ -20,7 +20,6 @@ ADDED_BY = {
     "onnx-gpu": "exported models on CUDA, instead of onnxruntime",
     "gpu": "the CUDA kernels",
     "flash": "only the attention backend flash_attn",
-    "bnb": "another implementation to compare with in the bench's linear section on CUDA",
     "datasets": "calibration data from datasets",
     "search": "the search command",
     "ray": "sweeps on a Ray cluster",

@@ -155,8 +155,7 @@ def quantize(
             "weights uses such options, and this recipe rounds none"
         )
     check_push(push, output or "")
-    kept = (keep,) if isinstance(keep, str) else tuple(keep)
-    source = _open(model, weights_only, kept, weight_rules)
+    source = _open(model, weights_only, (keep,) if isinstance(keep, str) else tuple(keep), weight_rules)
     if not asks_for_weights and replace(wanted, rounding=NEAREST) == Recipe():
         raise UsageError(f"nothing to quantize: give a recipe, such as {option_name('weights', '4:g32')}")
     if output is None:

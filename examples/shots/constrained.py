@@ -72,14 +72,14 @@ class _Sequences:
     def branch(self) -> Self:
         """A copy of the sequences that grows independently."""
         other = copy.copy(self)
-        other.cache = None if self.cache is None else self.cache.branch()
+        other.cache = None if self.cache is None else copy.deepcopy(self.cache)
         return other
 
     def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
         """Keep these R rows, in this order, and append tokens [R, T]; returns logits [R, V] of what follows."""
         # A long prefix takes much of the memory: copy it only if rows change.
         if self.cache is not None and rows != list(range(len(self.rows))):
-            self.cache.select_sequences(torch.tensor(rows, device=self.model.device))
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
         self.rows = [self.rows[row] + list(new) for row, new in zip(rows, tokens, strict=True)]
         ids = torch.tensor(self.rows if self.cache is None else [*map(list, tokens)], device=self.model.device)
         logits = self.model.compute_outputs(ids, cache=self.cache)[:, -1].logits()

@@ -24,7 +24,7 @@ def shots_panels(cells: Sequence[tuple[str, Cell]]) -> dict[str, list[PlotLine]]
         if cell.result is not None:
             line = (model, cell.point.scheme_text, None if cell.point.is_baseline else cell.point.panel)
             # Of two tasks with as many shots, such as 6 and 6:5, the one named later.
-            shots = cell.result.shots or 0
+            shots = cell.result.details.get("shots") or 0
             scores.setdefault(line, {})[shots] = _accuracy(shots, cell.result.values or [])
     return panels(
         (title, PlotLine(model, tuple(sorted(by_shots.values())), scheme))

@@ -10,7 +10,7 @@ from typing import Literal
 from onnx import FunctionProto
 
 from diffquant.errors import UsageError
-from diffquant.onnx.graph.op import CONTRIB, AttentionAttributes, make_function, schema, signature_of
+from diffquant.onnx.graph.op import CONTRIB, SIGNATURE, AttentionAttributes, make_function
 from diffquant.onnx.graph.ops import rope_and_clip_text
 from diffquant.onnx.graph.pure import standard_ops_text
 
@@ -49,7 +49,7 @@ def make_function_body(
             f"ONNX Runtime's GroupQueryAttention cannot compute this: {'; '.join(problems)}; the body kind 'pure' can"
         )
     text = contrib_text(attributes, width, gates) if is_contrib else standard_ops_text(attributes, width, cached, gates)
-    return make_function(signature_of(schema()), text, opset, attributes.to_dict(), is_contrib)
+    return make_function(SIGNATURE, text, opset, attributes.to_dict(), is_contrib)
 
 
 def contrib_text(attributes: AttentionAttributes, width: int, gates: Collection[str] = ()) -> str:

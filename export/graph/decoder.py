@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
-from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
+from diffquant.family.norm import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.model.blocks import Block, Blocks
 from diffquant.onnx.graph.body import BodyKind, contrib_problems, make_function_body
 from diffquant.onnx.graph.linears import Linears

@@ -1,6 +1,6 @@
-"""The op `diffquant::DifferentialAttention`, version 2: its schema and its attributes.
+"""The op `diffquant::DifferentialAttention`, version 2: its inputs, outputs and attributes.
 
-docs/differential-attention-op.md is the specification; a test compares its tables with this schema.
+docs/differential-attention-op.md is the specification; a test compares it with these names.
 """
 
 import math
@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from onnx import FunctionProto, parser
-from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
 from diffquant.onnx.options import LOGIT_GRANULARITIES
@@ -23,6 +22,11 @@ VERSION = 2
 KV_BITS = (0, 4, 6, 8)
 # Optional inputs: factors of the signal map's output, and of the whole output.
 GATES = ("signal_gate", "output_gate")
+INPUTS = (
+    "query", "key", "value", "lambda", "past_key", "past_value", "seqlens_k", "total_sequence_length",
+    "cos_cache", "sin_cache", "k_scale", "v_scale", *GATES,
+)  # fmt: skip
+SIGNATURE = f"{NAME} ({', '.join(INPUTS)}) => (output, present_key, present_value)"
 
 
 @dataclass(frozen=True)
@@ -98,50 +102,6 @@ class AttentionAttributes:
             yield f"logit_granularity is {self.logit_granularity!r}; it must be {', '.join(LOGIT_GRANULARITIES)}"
 
 
-def schema() -> OpSchema:
-    """Return the ONNX schema of `diffquant::DifferentialAttention`."""
-    return OpSchema(
-        NAME,
-        DOMAIN,
-        VERSION,
-        doc="gate·softmax(Q1·K1ᵀ·scale)·V - λ·softmax(Q2·K2ᵀ·scale)·V, causal, over a KV cache that it extends.",
-        inputs=[
-            parameter("query", "T", "[B, T, (h+n)·d]"),
-            parameter("key", "T", "[B, T, h_kv·dk]"),
-            parameter("value", "T", "[B, T, h_kv·dv]"),
-            parameter("lambda", "TL", "[1] or [B, T, h]"),
-            parameter("past_key", "TC", "[B, h_kv, P, dk·c]", optional=True),
-            parameter("past_value", "TC", "[B, h_kv, P, dv·c]", optional=True),
-            parameter("seqlens_k", "TI", "[B]"),
-            parameter("total_sequence_length", "TI", "scalar"),
-            parameter("cos_cache", "T", "[positions, dk/2]", optional=True),
-            parameter("sin_cache", "T", "[positions, dk/2]", optional=True),
-            parameter("k_scale", "TL", "[1, h_kv, 1, dk]", optional=True),
-            parameter("v_scale", "TL", "[1, h_kv, 1, dv]", optional=True),
-            parameter("signal_gate", "TL", "[1] or [B, T, h]", optional=True),
-            parameter("output_gate", "T", "[B, T, h·dv]", optional=True),
-        ],
-        outputs=[
-            parameter("output", "T", "[B, T, h·dv]"),
-            parameter("present_key", "TC", "[B, h_kv, max(P, total_sequence_length), dk·c]"),
-            parameter("present_value", "TC", "[B, h_kv, max(P, total_sequence_length), dv·c]"),
-        ],
-        type_constraints=[
-            ("T", ["tensor(float)", "tensor(float16)"], "Activations."),
-            ("TC", ["tensor(float)", "tensor(float16)", "tensor(int8)", "tensor(uint8)"], "KV cache."),
-            ("TL", ["tensor(float)"], "λ, the signal's gate and scales."),
-            ("TI", ["tensor(int32)"], "Lengths."),
-        ],
-        attributes=[OpSchema.Attribute(name, kind, "", required=True) for name, kind in attribute_types().items()],
-    )
-
-
-def attribute_types() -> dict[str, OpSchema.AttrType]:
-    """Return the type of each attribute by name, in order."""
-    kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
-    return {name: kinds[kind] for name, kind in AttentionAttributes.__annotations__.items()}
-
-
 def make_function(
     signature: str, text: str, opset: int, attributes: Iterable[str] = (), has_contrib: bool = False
 ) -> FunctionProto:
@@ -160,15 +120,3 @@ def make_function(
     return parser.parse_function(
         f'<opset_import: [{domains}], domain: "{DOMAIN}">\n{name}{listed} {rest}\n{{\n{text}\n}}'
     )
-
-
-def signature_of(op: OpSchema) -> str:
-    """Return an op's name, inputs and outputs as `make_function` needs them: "Op (x) => (y)"."""
-    inputs, outputs = (", ".join(each.name for each in parameters) for parameters in (op.inputs, op.outputs))
-    return f"{op.name} ({inputs}) => ({outputs})"
-
-
-def parameter(name: str, kind: str, shape: str, optional: bool = False) -> OpSchema.FormalParameter:
-    """Return an input or output of an op, with its type constraint and its shape as in the specification."""
-    option = OpSchema.FormalParameterOption.Optional if optional else OpSchema.FormalParameterOption.Single
-    return OpSchema.FormalParameter(name, kind, shape, param_option=option)

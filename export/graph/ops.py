@@ -1,39 +1,17 @@
 """Further ops of the domain `diffquant`, version 2: quantized matmul, Transformer attention, and Mamba's two ops.
 
-docs/differential-attention-op.md is the specification; a test compares its tables with these schemas. ONNX Runtime's
+docs/differential-attention-op.md is the specification; a test compares it with these signatures. ONNX Runtime's
 GroupQueryAttention would store values below a channel's range as -2^(b-1), a code that the cache's format lacks. The
 function bodies therefore rotate keys first, and then clip keys and values from below.
 """
 
 from onnx import FunctionProto, TensorProto
-from onnx.defs import OpSchema
 
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, VERSION, make_function, parameter, signature_of
+from diffquant.onnx.graph.op import CONTRIB, make_function
 
 MATMUL = "MatMulNBits"
 # Integer attributes, named as in ONNX Runtime's op.
 ATTRIBUTES = ("K", "N", "bits", "block_size", "accuracy_level")
-
-
-def matmul_schema() -> OpSchema:
-    """Return the ONNX schema of `diffquant::MatMulNBits`."""
-    return OpSchema(
-        MATMUL,
-        DOMAIN,
-        VERSION,
-        doc="A·(codes - 2^(bits-1))ᵀ·scales, with A rounded to int8 by blocks of columns.",
-        inputs=[
-            parameter("A", "T", "[..., K]"),
-            parameter("B", "TB", "[N, ⌈K / block_size⌉, block_size·bits / 8]"),
-            parameter("scales", "T", "[N, ⌈K / block_size⌉]"),
-        ],
-        outputs=[parameter("Y", "T", "[..., N]")],
-        type_constraints=[
-            ("T", ["tensor(float)"], "Activations and scales."),
-            ("TB", ["tensor(uint8)"], "Codes."),
-        ],
-        attributes=[OpSchema.Attribute(name, OpSchema.AttrType.INT, "", required=True) for name in ATTRIBUTES],
-    )
 
 
 def matmul_function(opset: int) -> FunctionProto:
@@ -44,7 +22,7 @@ def matmul_function(opset: int) -> FunctionProto:
     """
     copied = ", ".join(f"{name}: int = @{name}" for name in ATTRIBUTES)
     text = f"   Y = {CONTRIB}.{MATMUL} <{copied}> (A, B, scales)"
-    return make_function(signature_of(matmul_schema()), text, opset, ATTRIBUTES, has_contrib=True)
+    return make_function(f"{MATMUL} (A, B, scales) => (Y)", text, opset, ATTRIBUTES, has_contrib=True)
 
 
 _POSITIONS = f"""   new = Shape <start = 1, end = 2> (query)
@@ -95,42 +73,12 @@ QUANTIZED_ATTENTION = "QuantizedAttention"
 
 # Integer attributes, named as in GroupQueryAttention.
 _COPIED = ("num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "local_window_size")
-_ATTRIBUTES = dict.fromkeys((*_COPIED, "kv_bit_width"), OpSchema.AttrType.INT) | {"scale": OpSchema.AttrType.FLOAT}
-
-
-def quantized_attention_schema() -> OpSchema:
-    """Return the ONNX schema of `diffquant::QuantizedAttention`."""
-    return OpSchema(
-        QUANTIZED_ATTENTION,
-        DOMAIN,
-        VERSION,
-        doc="softmax(Q·Kᵀ·scale)·V, causal, over a KV cache of codes that it extends.",
-        inputs=[
-            parameter("query", "T", "[B, T, h·d]"),
-            parameter("key", "T", "[B, T, h_kv·d]"),
-            parameter("value", "T", "[B, T, h_kv·d]"),
-            parameter("past_key", "TC", "[B, h_kv, P, d·c]"),
-            parameter("past_value", "TC", "[B, h_kv, P, d·c]"),
-            parameter("seqlens_k", "TI", "[B]"),
-            parameter("total_sequence_length", "TI", "scalar"),
-            parameter("cos_cache", "T", "[positions, d/2]", optional=True),
-            parameter("sin_cache", "T", "[positions, d/2]", optional=True),
-            parameter("k_scale", "TL", "[1, h_kv, 1, d]"),
-            parameter("v_scale", "TL", "[1, h_kv, 1, d]"),
-        ],
-        outputs=[
-            parameter("output", "T", "[B, T, h·d]"),
-            parameter("present_key", "TC", "[B, h_kv, max(P, total_sequence_length), d·c]"),
-            parameter("present_value", "TC", "[B, h_kv, max(P, total_sequence_length), d·c]"),
-        ],
-        type_constraints=[
-            ("T", ["tensor(float)", "tensor(float16)"], "Activations."),
-            ("TC", ["tensor(int8)", "tensor(uint8)"], "KV cache."),
-            ("TL", ["tensor(float)"], "Scales."),
-            ("TI", ["tensor(int32)"], "Lengths."),
-        ],
-        attributes=[OpSchema.Attribute(name, kind, "", required=True) for name, kind in _ATTRIBUTES.items()],
-    )
+_ATTRIBUTES = (*_COPIED, "kv_bit_width", "scale")
+_INPUTS = (
+    "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length",
+    "cos_cache", "sin_cache", "k_scale", "v_scale",
+)  # fmt: skip
+_SIGNATURE = f"{QUANTIZED_ATTENTION} ({', '.join(_INPUTS)}) => (output, present_key, present_value)"
 
 
 def quantized_attention_function(opset: int, bits: int, rotates: bool) -> FunctionProto:
@@ -142,7 +90,7 @@ def quantized_attention_function(opset: int, bits: int, rotates: bool) -> Functi
         rotates: `do_rotary` of these nodes.
     """
     text = f"{rope_and_clip_text('query', bits, rotates)}\n{_TEXT}"
-    return make_function(signature_of(quantized_attention_schema()), text, opset, _ATTRIBUTES, has_contrib=True)
+    return make_function(_SIGNATURE, text, opset, _ATTRIBUTES, has_contrib=True)
 
 
 _OPTIONS = [
@@ -160,49 +108,6 @@ _TEXT = f"""   output, present_key, present_value = {CONTRIB}.GroupQueryAttentio
 CAUSAL_CONVOLUTION, SELECTIVE_SCAN = "CausalConvolution", "SelectiveScan"
 
 
-def causal_convolution_schema() -> OpSchema:
-    """Return the ONNX schema of `diffquant::CausalConvolution`."""
-    return OpSchema(
-        CAUSAL_CONVOLUTION,
-        DOMAIN,
-        VERSION,
-        doc="Each channel's convolution over a token and the W - 1 before it; past_state holds those of earlier calls.",
-        inputs=[
-            parameter("u", "T", "[B, T, E]"),
-            parameter("weight", "T", "[W, E]"),
-            parameter("bias", "T", "[E]"),
-            parameter("counts", "TI", "[B]"),
-            parameter("past_state", "T", "[B, W-1, E]"),
-        ],
-        outputs=[parameter("y", "T", "[B, T, E]"), parameter("present_state", "T", "[B, W-1, E]")],
-        type_constraints=[
-            ("T", ["tensor(float)", "tensor(float16)"], "Activations."),
-            ("TI", ["tensor(int64)"], "Numbers of new tokens, behind which u is padding."),
-        ],
-    )
-
-
-def selective_scan_schema() -> OpSchema:
-    """Return the ONNX schema of `diffquant::SelectiveScan`."""
-    return OpSchema(
-        SELECTIVE_SCAN,
-        DOMAIN,
-        VERSION,
-        doc="h = exp(Δ·A)∘h + Δ·B·u and y = C·h + D∘u, a token after the other. Where Δ is 0, h stays.",
-        inputs=[
-            parameter("u", "T", "[B, T, E]"),
-            parameter("step", "T", "[B, T, E]"),
-            parameter("A", "T", "[E, N]"),
-            parameter("B", "T", "[B, T, N]"),
-            parameter("C", "T", "[B, T, N]"),
-            parameter("D", "T", "[E]"),
-            parameter("past_state", "T", "[B, E, N]"),
-        ],
-        outputs=[parameter("y", "T", "[B, T, E]"), parameter("present_state", "T", "[B, E, N]")],
-        type_constraints=[("T", ["tensor(float)"], "All values.")],
-    )
-
-
 def causal_convolution_function(width: int, opset: int) -> FunctionProto:
     """Return the function body of CausalConvolution: a multiply-add for each of the convolution's taps.
 
@@ -210,7 +115,11 @@ def causal_convolution_function(width: int, opset: int) -> FunctionProto:
         width: number W of taps.
         opset: version of the standard domain, that of the model.
     """
-    return make_function(signature_of(causal_convolution_schema()), _convolution_text(width), opset)
+    return make_function(
+        f"{CAUSAL_CONVOLUTION} (u, weight, bias, counts, past_state) => (y, present_state)",
+        _convolution_text(width),
+        opset,
+    )
 
 
 def selective_scan_function(opset: int) -> FunctionProto:
@@ -219,7 +128,7 @@ def selective_scan_function(opset: int) -> FunctionProto:
     Args:
         opset: version of the standard domain, that of the model.
     """
-    return make_function(signature_of(selective_scan_schema()), _SCAN_TEXT, opset)
+    return make_function(f"{SELECTIVE_SCAN} (u, step, A, B, C, D, past_state) => (y, present_state)", _SCAN_TEXT, opset)
 
 
 def _convolution_text(width: int) -> str:

@@ -13,12 +13,13 @@ from tokenizers import Tokenizer
 from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.texts import (
     check_prompt,
+    encode_chat,
     iterate_text_pieces,
     read_special_tokens,
     to_logit_divisor,
     tokens_left,
 )
-from diffquant.errors import CheckpointError, NonFiniteError, UsageError
+from diffquant.errors import CheckpointError, NonFiniteError
 from diffquant.measure import can_share_prefixes
 from diffquant.onnx.manifest import check_unchanged, read_manifest
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
@@ -185,14 +186,7 @@ class FolderTokenizer:
             UsageError: the tokenizer's chat template is missing or fails.
         """
         self._slow = self._slow or self._through_transformers()
-        if not getattr(self._slow, "chat_template", None):
-            raise UsageError(f"{option_name('chat')}: the model's tokenizer has no chat template")
-        message = [{"role": "user", "content": prompt}]
-        try:
-            encoded = self._slow.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # a template is a program, and may fail in any way
-            raise UsageError(f"{option_name('chat')}: the tokenizer's chat template fails: {error}") from error
-        return list(encoded["input_ids"])
+        return encode_chat(self._slow, prompt)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, without special tokens."""

@@ -90,11 +90,11 @@ class OnnxCache:
     def __init__(self, rows: list[list[onnxruntime.OrtValue]] | None = None) -> None:
         self.rows = rows or []
 
-    def select_sequences(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self.rows = [self.rows[i] for i in indices.tolist()]
 
-    def branch(self) -> "OnnxCache":
-        return OnnxCache(list(self.rows))
+    def __deepcopy__(self, _memo: object) -> "OnnxCache":
+        return OnnxCache(self.rows)
 
 
 class OnnxLanguageModel(LanguageModel):

@@ -14,6 +14,7 @@ from diffquant.errors import MissingDependencyError
 from diffquant.support.names import split_numbers
 from diffquant.support.program import run_program
 from diffquant.support.progress import progress_for
+from research.bench import peers  # noqa: F401  registers further implementations
 from research.bench.sections import program_sections
 
 

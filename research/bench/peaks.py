@@ -52,7 +52,7 @@ def _measured(cell: BenchCell, threads: int) -> BenchCell:
         return replace(cell, peak_bytes=None)
     work = _workload(cell)
     peak = PeerComparison(cell.section, "cpu", 1, (cell.path,)).measure_peak_memory(cell.path, work, threads)
-    return replace(cell, peak_bytes=peak, touched=known[cell.path].count(work)[1])
+    return replace(cell, peak_bytes=peak)
 
 
 def _workload(cell: BenchCell) -> Workload:

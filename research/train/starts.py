@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.family.norm import LAMBDA_VECTORS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer

@@ -1,8 +1,6 @@
-"""Results: ratios, rooflines, what counts as moved, files that cannot be read, and the outputs."""
+"""Results: ratios, what counts as moved, files that cannot be read, and the outputs."""
 
 import json
-import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from diffquant.benchmarks.cells import BenchCell, BenchResult, find_changes, rea
 from diffquant.benchmarks.measuring import describe_environment
 from diffquant.benchmarks.plots import plots
 from diffquant.benchmarks.report import bench_report, csv_table, markdown
-from diffquant.benchmarks.roofline import hardware_cache_bytes
 from diffquant.errors import UsageError
 from diffquant.reports import page as pages
 from diffquant.reports.plots import MARKERS, STYLES
@@ -29,9 +26,8 @@ def cell(path, values, **more):
 
 
 def result(*cells, device="a CPU"):
-    machine = {"copy": {"bytes a second": 1e9}, "matmul": {"float32": 1e12}}
     environment = {"date": "2026-01-01", "device": device, "cores": 2, "versions": {"torch": "2", "nncf": None}}
-    return BenchResult(environment, machine, {"threads": 2}, cells)
+    return BenchResult(environment, {"threads": 2}, cells)
 
 
 def test_ratios_are_times_better_whichever_way_the_unit_runs():
@@ -41,35 +37,6 @@ def test_ratios_are_times_better_whichever_way_the_unit_runs():
     assert result(slow, fast).ratio(fast) == 3.0
     alone = cell("alone", [1.0])
     assert result(alone).ratio(alone) is None
-
-
-def test_the_roofline_is_what_the_slower_of_arithmetic_and_memory_allows():
-    bound_by_memory = cell("a", [4.0], operations=10**6, bytes=2 * 10**6)
-    bound_by_arithmetic = cell("b", [4.0], operations=10**9, bytes=1)
-    assert result().roofline_fraction(bound_by_memory) == pytest.approx(0.5)
-    assert result().roofline_fraction(bound_by_arithmetic) == pytest.approx(0.25)
-    assert result().roofline_fraction(cell("c", [4.0])) is None
-
-
-def test_shares_of_the_copys_speed_are_marked_where_a_cache_holds_all_that_is_touched():
-    machine = {"copy": {"bytes a second": 1e9}, "matmul": {"float32": 1e12}, "cache": {"bytes": 10**6}}
-    in_cache = cell("a", [4.0], operations=10**6, bytes=10**6, touched=10**6)
-    turned = cell("b", [4.0], operations=10**6, bytes=10**6, touched=10**6 + 1)  # several weights in turns
-    arithmetic = cell("c", [4.0], operations=10**10, bytes=10**6, touched=10**6)
-    found = replace(result(in_cache, turned, arithmetic), machine=machine)
-    assert [found.is_data_in_cache(each) for each in found.cells] == [True, False, False]
-    assert "| 25%, cached |" in markdown(found)
-    assert [entry.get("cached") for entry in found.to_dict()["cells"]] == [True, None, None]
-    assert not result(in_cache).is_data_in_cache(in_cache)
-
-
-def test_the_largest_cache_is_the_one_that_lscpu_names():
-    lscpu = shutil.which("lscpu")
-    if lscpu is None:
-        pytest.skip("no lscpu")
-    text = subprocess.run([lscpu, "--caches=ONE-SIZE", "--bytes"], capture_output=True, text=True).stdout
-    sizes = [int(line) for line in text.split()[1:]]
-    assert hardware_cache_bytes("cpu") == max(sizes, default=None)
 
 
 @in_one_test(
@@ -114,7 +81,7 @@ def test_a_result_survives_its_file(tmp_path):
         ("{", "it is not JSON"),
         ("[]", "not a result of `diffquant bench`"),
         ('{"format": 99, "cells": []}', "not a result of `diffquant bench`"),
-        ('{"format": 1, "cells": [{"path": "x"}], "environment": {}, "machine": {}, "settings": {}}', "damaged"),
+        ('{"format": 1, "cells": [{"path": "x"}], "environment": {}, "settings": {}}', "damaged"),
         ('{"format": 1, "cells": []}', "damaged"),
     ],
     ids=["absent", "no json", "list", "format", "cell", "no environment"],

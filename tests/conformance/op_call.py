@@ -9,8 +9,9 @@ import onnx
 from onnx import helper
 
 from diffquant.onnx.graph.body import BodyKind, make_function_body
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes, schema
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes
 from diffquant.onnx.options import DEFAULT_OPSET, IR_VERSION
+from tests.conformance.schemas import schema
 
 OUTPUTS = ("output", "present_key", "present_value")
 

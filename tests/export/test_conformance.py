@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from diffquant.errors import ToleranceError
-from diffquant.onnx.graph.op import AttentionAttributes, schema
+from diffquant.onnx.graph.op import AttentionAttributes
 from diffquant.onnx.native import library_path
 from tests.conformance import __main__ as program
 from tests.conformance.implementations import IMPLEMENTATIONS, judge
 from tests.conformance.op_call import OUTPUTS
+from tests.conformance.schemas import schema
 from tests.conformance.vectors import make_vectors, read_vectors, write_vectors
 from tests.support.tables import in_one_test
 

@@ -7,11 +7,19 @@ import pytest
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
-from diffquant.onnx.graph.op import AttentionAttributes, schema
+from diffquant.onnx.graph.body import body
+from diffquant.onnx.graph.op import AttentionAttributes
 from diffquant.onnx.graph.ops import (
+    causal_convolution_function,
+    matmul_function,
+    quantized_attention_function,
+    selective_scan_function,
+)
+from tests.conformance.schemas import (
     causal_convolution_schema,
     matmul_schema,
     quantized_attention_schema,
+    schema,
     selective_scan_schema,
 )
 from tests.support.tables import in_one_test
@@ -23,6 +31,15 @@ SCHEMAS = {
     "MatMulNBits": matmul_schema,
     "CausalConvolution": causal_convolution_schema,
     "SelectiveScan": selective_scan_schema,
+}
+
+
+FUNCTIONS = {
+    "DifferentialAttention": lambda: body("pure", AttentionAttributes(2, 1, 2, 0.5), 8, 23, True),
+    "QuantizedAttention": lambda: quantized_attention_function(23, 8, True),
+    "MatMulNBits": lambda: matmul_function(23),
+    "CausalConvolution": lambda: causal_convolution_function(4, 23),
+    "SelectiveScan": lambda: selective_scan_function(23),
 }
 
 
@@ -48,6 +65,14 @@ def test_page_and_schema_name_the_same_inputs_and_outputs(heading, op):
     rows = table(heading, op)
     types = [re.sub("; .*", "", row[2]) for row in rows]
     assert [[*row[:2], kind] for row, kind in zip(rows, types, strict=True)] == of_schema(parameters)
+
+
+@in_one_test("op", SCHEMAS)
+def test_functions_have_the_inputs_and_outputs_of_the_schema(op):
+    found, specified = FUNCTIONS[op](), SCHEMAS[op]()
+    assert list(found.input) == [each.name for each in specified.inputs]
+    assert list(found.output) == [each.name for each in specified.outputs]
+    assert set(found.attribute) == set(specified.attributes)
 
 
 @pytest.mark.parametrize("op", SCHEMAS)

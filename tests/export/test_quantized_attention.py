@@ -8,9 +8,9 @@ from onnx import TensorProto
 
 from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.files import MODEL_FILE
-from diffquant.onnx.graph.ops import quantized_attention_schema
 from diffquant.onnx.native import count_attention_calls
 from diffquant.onnx.runtime.session import OnnxModel
+from tests.conformance.schemas import quantized_attention_schema
 from tests.support.attention_cases import codes_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges

@@ -21,7 +21,8 @@ from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.adapters import adapter_for
 from diffquant.onnx import targets
-from diffquant.onnx.targets import ONNX, ExportFormat, export_format_of, register_format, runtime_of
+from diffquant.onnx.runtime.scoring import OnnxRuntime
+from diffquant.onnx.targets import runtime_of
 from diffquant.quantization.loading import load
 from diffquant.verbs import cli
 from tests.support import tiny_lm
@@ -57,8 +58,10 @@ def write_arrays(source, destination):
 
 @pytest.fixture
 def npz(monkeypatch):
-    monkeypatch.setattr(targets, "TARGETS", dict(targets.TARGETS))
-    return register_format(ExportFormat("npz", lambda folder: (folder / "model.npz").is_file(), ArrayRuntime))
+    runtime = ArrayRuntime()
+    known = [*targets.TARGETS, lambda folder: runtime if (folder / "model.npz").is_file() else None]
+    monkeypatch.setattr(targets, "TARGETS", known)
+    return runtime
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def source(tmp_path_factory):
 def test_a_target_is_added_through_the_registry_alone(npz, source, tmp_path):
     folder = tmp_path / "out"
     write_arrays(source, folder)
-    assert (export_format_of(folder), export_format_of(source)) == (npz, None)
+    assert (runtime_of(folder), runtime_of(source)) == (npz, None)
     options = SweepOptions(
         tasks=("perplexity",), bits=(), task_options={"characters": 1500, "window": 64, "stride": 32}
     )
@@ -88,7 +91,7 @@ def row_of(model, options, output):
 def test_the_command_line_exports_to_onnx_with_ranges_of_its_own(source, tmp_path):
     arguments = ["export", str(source), "-o", str(tmp_path / "out"), "--kv", "8"]
     assert CliRunner().invoke(cli.app, arguments).exit_code == 0
-    assert export_format_of(tmp_path / "out") is ONNX
+    assert isinstance(runtime_of(tmp_path / "out"), OnnxRuntime)
     verified = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "out"), str(source)])
     assert verified.stdout.startswith("PASS: "), verified.output
 
@@ -97,8 +100,8 @@ def test_knowing_a_folder_needs_no_onnx():
     code = """
 import sys
 from pathlib import Path
-from diffquant.onnx.targets import export_format_of
-assert export_format_of(Path(".")) is None
+from diffquant.onnx.targets import runtime_of
+assert runtime_of(Path(".")) is None
 print(*sys.modules)
 """
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -10,8 +10,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import scipy.stats
 import torch
-import yaml
-from huggingface_hub import parse_eval_result_entries
 from torch.nn.functional import kl_div
 
 import diffquant
@@ -337,10 +335,8 @@ def test_what_was_calibrated_on_the_scored_text_is_said(reference, tmp_path):
     assert "not at hand" in gone.text["calibration"]
 
 
-def test_outputs_are_read_by_the_hubs_own_parser(reference, candidate, tmp_path):
-    made = diffquant.fidelity(reference, candidate, output=tmp_path / "out", dataset="Salesforce/wikitext", **READING)
-    (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / "out/.eval_results/fidelity.yaml").read_text()))
-    assert (entry.dataset_id, entry.value) == ("Salesforce/wikitext", round(made.mean.mean, 6))
+def test_outputs_say_what_was_measured(reference, candidate, tmp_path):
+    made = diffquant.fidelity(reference, candidate, output=tmp_path / "out", **READING)
     assert json.loads((tmp_path / "out/fidelity.json").read_text())["kl"]["mean"]["mean"] == made.mean.mean
     assert f"| mean KL, nats | {made.mean.mean:.5f} |" in (tmp_path / "out/fidelity.md").read_text()
     diffquant.fidelity(reference, candidate, output=tmp_path / "out", **READING)
@@ -352,11 +348,9 @@ def test_a_card_tells_what_was_measured_last(reference, candidate, tmp_path):
     (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n\n## Fidelity\n\nold\n\n## Use\n\nwords\n")
     before = open_source(folder).fingerprint
     for _ in range(2):
-        measured = diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text")
+        measured = diffquant.fidelity(reference, folder, characters=3000, card=True)
     text = (folder / "README.md").read_text()
     assert text == "---\nlicense: mit\n---\n\n# Mine\n\n## Use\n\nwords\n\n" + measured.format_card_section()
-    (entry,) = parse_eval_result_entries(yaml.safe_load((folder / ".eval_results/fidelity.yaml").read_text()))
-    assert entry.dataset_id == "org/text"
     assert open_source(folder).fingerprint == before
     with pytest.raises(UsageError, match="a local folder, whose model card it changes"):
         diffquant.fidelity(reference, "http://127.0.0.1:1", card=True)
@@ -365,20 +359,10 @@ def test_a_card_tells_what_was_measured_last(reference, candidate, tmp_path):
 def test_what_is_written_into_a_quantized_folder_may_be_overwritten_with_it(reference, candidate, tmp_path):
     folder = tmp_path / "candidate"
     shutil.copytree(candidate, folder)
-    diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text", output=folder)
-    assert {"fidelity.json", ".eval_results"} <= {file.name for file in folder.iterdir()}
+    diffquant.fidelity(reference, folder, characters=3000, card=True, output=folder)
+    assert {"fidelity.json", "fidelity.md"} <= {file.name for file in folder.iterdir()}
     diffquant.quantize(reference, folder, {"weights": "4:row"}, overwrite=True)
-    assert not {"fidelity.json", ".eval_results"} & {file.name for file in folder.iterdir()}
-
-
-def test_a_strangers_entry_stays(reference, candidate, tmp_path):
-    folder = tmp_path / "candidate"
-    shutil.copytree(candidate, folder)
-    (folder / ".eval_results").mkdir()
-    (folder / ".eval_results/fidelity.yaml").write_text("- mine\n")
-    with pytest.raises(OutputExistsError, match=r"fidelity\.yaml"):
-        diffquant.fidelity(reference, folder, characters=3000, card=True, dataset="org/text")
-    assert (folder / ".eval_results/fidelity.yaml").read_text() == "- mine\n"
+    assert not {"fidelity.json", "fidelity.md"} & {file.name for file in folder.iterdir()}
 
 
 def test_a_strangers_files_stay(reference, candidate, tmp_path):

@@ -79,7 +79,7 @@ def test_a_changed_task_file_is_another_task(task_file):
 def test_a_file_that_names_no_task_is_refused(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("dataset_path: json\n")
-    with pytest.raises(UsageError, match="names no task"):
+    with pytest.raises(UsageError, match="finds no task in"):
         harness(str(path)).run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, report_nothing)
 
 

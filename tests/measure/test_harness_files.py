@@ -12,7 +12,6 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from diffquant.errors import UsageError
-from diffquant.measure.protocols.harness_files import TaskFiles
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import lm_eval as lm_eval_task
@@ -71,8 +70,8 @@ FORMS = {
     ),
     "data_dir": ({"quiz.yaml": reading("{data_dir: in}"), "in/test.json": "", "d.json": ""}, ("d.json",)),
     "below data_dir": (
-        {"quiz.yaml": reading("{data_dir: in, data_files: {test: d.json}}"), "in/d.json": "", "d.json": ""},
-        ("d.json",),
+        {"quiz.yaml": reading("{data_dir: in, data_files: {test: d.json}}"), "in/d.json": ""},
+        (),
     ),
     "folder": ({"quiz.yaml": PLAIN.replace("json\n", "./in\n", 1), "in/test.json": ""}, ()),
     "include": (
@@ -106,9 +105,6 @@ FORMS = {
         (),
     ),
 }
-LAUGHS = "metadata:\n  a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
-)
 DOCUMENTS = [{"q": f"{number}?", "choices": ["yes", "no"], "label": number % 2} for number in range(4)]
 
 _opened: set[str] = set()
@@ -212,25 +208,10 @@ def test_data_that_nobody_here_can_see_is_said(place):
     assert harness("arc_easy").untracked_inputs() == ["the data that lm-eval fetches for it"]
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"quiz.yaml": reading("{data_files: {test: absent.json}}")}, "not there: absent.json"),
-        ({"quiz.yaml": PLAIN.replace("json\n", "./absent\n", 1)}, "not there: ./absent"),
-        ({"quiz.yaml": reading("{data_dir: absent}")}, "not there: .*absent"),
-        ({"quiz.yaml": "include: absent.yaml\ntask: quiz\n"}, "cannot read .*absent.yaml as a task"),
-        ({"quiz.yaml": "include: quiz.yaml\ntask: quiz\n"}, "includes itself"),
-        ({"quiz.yaml": "- a\n"}, "it has no fields"),
-        ({"quiz.yaml": PLAIN + LAUGHS}, "aliases .* stand for more than 100,000 values"),
-        ({"quiz.yaml": "metadata: &a {x: *a}\n" + PLAIN}, "a value contains itself"),
-        ({"quiz.yaml": PLAIN + "metadata: " + "[" * 5000}, "cannot read .*quiz.yaml as a task"),
-        ({"quiz.yaml": "task: [\n"}, "cannot read .*quiz.yaml as a task"),
-    ],
-    ids=["data", "folder", "data_dir", "include", "circle", "list", "laughs", "self", "deep", "no yaml"],
-)
-def test_files_that_cannot_be_read_are_named_before_the_first_item(place, files, message):
-    write(place, files)
-    with pytest.raises(UsageError, match=message):
+def test_a_file_that_cannot_be_read_is_named_before_the_first_item(place):
+    write(place, {"quiz.yaml": "include: part.yaml\ntask: quiz\n"})
+    (place / "part.yaml").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="refers to a file that cannot be read"):
         harness("quiz.yaml").identity()
 
 
@@ -251,7 +232,7 @@ def test_the_file_that_is_named_is_the_task_that_runs(place):
     """lm-eval takes the first file of the folder that has the task's name."""
     write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": ""})
     write(place, {"older.yaml": reading("{data_files: {test: e.json}}"), "e.json": ""})
-    with pytest.raises(UsageError, match=r"older\.yaml defines quiz as well"):
+    with pytest.raises(UsageError, match=r"finds no task in .*quiz\.yaml"):
         harness("quiz.yaml").run(None, None, report_nothing)
 
 
@@ -284,12 +265,6 @@ def test_a_group_of_tasks_runs_from_its_file(place):
     model = TorchModel(load(tiny_lm.write_llama(place.parent / "model")), tiny_lm.tokenizer())
     result = harness("quiz.yaml").run(model, None, report_nothing)
     assert result.n == 2 * len(DOCUMENTS)
-    assert TaskFiles(place / "quiz.yaml").name == "quiz"
-
-
-def test_a_few_aliases_are_read(place):
-    write(place, {"quiz.yaml": "metadata: {a: &a [1, 2], b: *a}\n" + PLAIN})
-    assert TaskFiles(place / "quiz.yaml").name == "quiz"
 
 
 SHELL = "{{ cycler.__init__.__globals__.os.popen('touch RAN').read() }}"

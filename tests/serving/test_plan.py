@@ -24,7 +24,8 @@ from diffquant.errors import CheckpointError, MissingDependencyError, UnknownMod
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.engine_folder import MODELLING_FILE, require_vllm_support
-from diffquant.serving.plan import plan_capacity, plan_server
+from diffquant.serving.cache import plan_capacity
+from diffquant.serving.plan import plan_server
 from diffquant.serving.server import _wait_until_ready, check_cpu
 from diffquant.serving.vllm import TESTED, find_outdated_vllm, warn_if_untested
 from diffquant.serving.vllm.config import heads_of_rank, row_orders

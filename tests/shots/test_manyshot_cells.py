@@ -63,7 +63,7 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
     assert isinstance(low["many-shot:3:1 gained"], int)
     # Of several answers a text none is the one that flipped.
     assert low["many-shot:all:2 gained"] is None
-    most = result.cells[2].result.shots
+    most = result.cells[2].result.details["shots"]
     assert 3 < most <= 30
     assert f"20 items, many-shot after 3, {most} demonstrations" in result.table()
     drawn = shots_panels(result.cells_of(ManyShot))

@@ -13,8 +13,9 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.attention import apply_rotary_embedding
 from diffquant.onnx.graph.body import BodyKind, make_function_body
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes, schema
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes
 from diffquant.recipe.scheme import FULL, Scheme
+from tests.conformance.schemas import schema
 
 OPSET, IR = 23, 10
 

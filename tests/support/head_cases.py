@@ -9,11 +9,8 @@ from onnx import TensorProto, helper
 from torch.nn.functional import scaled_dot_product_attention
 
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, VERSION
-from diffquant.onnx.graph.ops import (
-    QUANTIZED_ATTENTION,
-    quantized_attention_function,
-    quantized_attention_schema,
-)
+from diffquant.onnx.graph.ops import QUANTIZED_ATTENTION, quantized_attention_function
+from tests.conformance.schemas import quantized_attention_schema
 from tests.support.attention_cases import Shape, codes_in
 
 OPSET, IR = 23, 10

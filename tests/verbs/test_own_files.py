@@ -6,17 +6,13 @@ import pytest
 import typer
 
 from diffquant import data
-from diffquant.benchmarks import run as bench
 from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.run import PARTS
 from diffquant.errors import OutputExistsError
 from diffquant.support.outputs import RunFiles, check_replaceable
-from diffquant.support.progress import report_nothing
-from diffquant.verbs.bench import bench as bench_verb
 from diffquant.verbs.cli import app, main
 from diffquant.verbs.demonstration import RECIPES
 from tests.support import tiny_lm
-from tests.support.tables import in_one_test
 
 COMMANDS = typer.main.get_command(app).commands
 FOREIGN = b"somebody's own\n"
@@ -64,9 +60,6 @@ def _quick_bench(monkeypatch):
         BenchCell("attention", f"{n} tokens", "dense", values=(1.0, 2.0), peak_bytes=n, length=n) for n in (16, 32)
     ]
     monkeypatch.setitem(PARTS, "attention", lambda _: {"dense": lambda _: cells})
-    monkeypatch.setattr(
-        bench.roofline, "measure_roofline", lambda *arguments: {"copy": {"bytes a second": 1.0}, "matmul": {}}
-    )
 
 
 @pytest.fixture
@@ -122,27 +115,6 @@ def test_the_demo_leaves_somebodys_files_as_they_are(run, tmp_path):
         code, said = run(("demo",), tmp_path / name)
         assert (code, f"holds {name}.yaml, which diffquant did not write" in said) == (1, True), said
         assert [each for each in (tmp_path / name).rglob("*") if each.is_file()] == [file]
-
-
-def test_tuning_leaves_somebodys_file_as_it_is(tmp_path, monkeypatch):
-    from diffquant.benchmarks.tune import tune
-
-    file = tmp_path / "tuned.json"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for content in (FOREIGN, b'{"mine": 1}'):
-        file.write_bytes(content)
-        with pytest.raises(OutputExistsError, match=r"holds tuned\.json, which diffquant did not write"):
-            tune(file, "cuda")
-        assert file.read_bytes() == content
-
-
-@in_one_test("progress", [None, report_nothing])
-def test_tuning_tells_the_progress_that_it_is_given_or_shows_one(tmp_path, monkeypatch, progress):
-    """Kernels are tuned on a GPU alone, so what would tune them says what it was given."""
-    monkeypatch.setattr("diffquant.benchmarks.tune.tune", lambda file, device, progress: progress)
-    given = bench_verb(device="cpu", tune=tmp_path / "tuned.json", progress=progress)
-    assert callable(given)
-    assert (given is report_nothing) == (progress is report_nothing)
 
 
 def test_somebodys_link_and_folder_count_as_theirs(tmp_path):

@@ -153,10 +153,10 @@ class DequantizedCheckpoint(Checkpoint):
         first = {matrix.parts[0]: name for name, matrix in self._matrices.items()}
         others = {part for matrix in self._matrices.values() for part in matrix.parts[1:]} | set(contents.unused)
         # In the folder's order, so that neighbours in a file stay neighbours.
+        kept = ((first.get(name, name), info) for name, info in stored.tensors.items() if name not in others)
         self.tensors = {
-            first.get(name, name): self._info(first.get(name, name), info)
-            for name, info in stored.tensors.items()
-            if name not in others
+            name: TensorInfo(torch.float32, self._matrices[name].shape, info.shard) if name in self._matrices else info
+            for name, info in kept
         }
 
     def rename(self, old: str, new: str) -> None:
@@ -213,10 +213,6 @@ class DequantizedCheckpoint(Checkpoint):
     @property
     def stored_nbytes(self) -> int:
         return self._stored.stored_nbytes
-
-    def _info(self, name: str, info: TensorInfo) -> TensorInfo:
-        matrix = self._matrices.get(name)
-        return info if matrix is None else TensorInfo(torch.float32, matrix.shape, info.shard)
 
 
 def _values(matrix: RoundedMatrix, rows: Tensor) -> Tensor:

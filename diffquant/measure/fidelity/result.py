@@ -1,29 +1,25 @@
-"""The result: KL and top-1 agreement with intervals, written as table, JSON, model card section and hub entry."""
+"""The result: KL and top-1 agreement with intervals, written as table, JSON and model card section."""
 
 import json
 import math
 import re
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 import numpy as np
-import yaml
 from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import add_to_record
 from diffquant.measure.fidelity import Compared
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.reports.tables import Table
-from diffquant.support.files import check_writable, write_atomically
-from diffquant.support.outputs import RunFiles, check_output_file
+from diffquant.support.files import write_atomically
+from diffquant.support.outputs import RunFiles
 from diffquant.support.plain_data import JsonObject, replace_nonfinite
 from diffquant.support.terminal import PrintableResult
 
 # Neighbouring chunks are correlated, so the intervals treat equal parts of the text as the observations.
 PARTS = 16
-# Beginning of the notes in a hub entry, by which diffquant recognizes the entries that it wrote.
-HUB_NOTES = "mean KL divergence in nats from"
 _RESAMPLES = 1000
 _QUANTILES = {"median": 0.5, "99 %": 0.99, "99.9 %": 0.999}
 
@@ -128,25 +124,6 @@ class Fidelity(PrintableResult):
     def to_json(self) -> str:
         return json.dumps(replace_nonfinite(self.to_dict()), indent=1, ensure_ascii=False) + "\n"
 
-    def hub_entries(self, dataset: str) -> list[JsonObject]:
-        """Return the content of a model's .eval_results/*.yaml, from which the Hugging Face hub shows results.
-
-        It has the mean KL as its value, and all other figures in its notes.
-
-        Args:
-            dataset: ORG/NAME of the text's dataset on the hub.
-
-        Source: https://huggingface.co/docs/hub/eval-results
-        """
-        notes = "; ".join(f"{name} {value} {interval}".strip() for name, value, interval in self.rows()[1:])
-        entry = {
-            "dataset": {"id": dataset, "task_id": "default"},
-            "value": round(self.mean.mean, 6),
-            "date": date.today().isoformat(),
-            "notes": f"{HUB_NOTES} {self.reference['name']}; {notes}; {' '.join(self.notes())}",
-        }
-        return [entry]
-
     def _read(self) -> str:
         text = self.text
         return (
@@ -203,65 +180,25 @@ def _interval(value: Difference, digits: str) -> str:
 NUMBERS, CARD, README = "fidelity.json", "fidelity.md", "README.md"
 # The fidelity section of a card, up to the next heading of level 1 or 2.
 _SECTION = re.compile(r"^## Fidelity\n.*?(?=^##? |\Z)", re.MULTILINE | re.DOTALL)
-# Where the hub looks for evaluations of a model.
-HUB = Path(".eval_results/fidelity.yaml")
-FILES = RunFiles(NUMBERS, frozenset({"reference", "candidate", "kl", "same_top_token"}), (CARD, str(HUB)), True)
+FILES = RunFiles(NUMBERS, frozenset({"reference", "candidate", "kl", "same_top_token"}), (CARD,), True)
 
 
-def check_card(model: Path, dataset: str | None) -> None:
-    """Check in advance that `write_to_card` can write, and that diffquant wrote any hub entry that it would replace.
-
-    Raises:
-        OutputExistsError: a hub entry exists that diffquant did not write.
-        UsageError: the folder cannot be written.
-    """
-    check_writable(model)
-    entry = model / HUB
-    if dataset:
-        check_output_file(entry, is_own=entry.is_file() and HUB_NOTES.encode() in entry.read_bytes())
-
-
-def write_to_card(result: Fidelity, model: Path, dataset: str | None) -> list[Path]:
-    """Write the table into a model card, replacing an earlier table, and write a hub entry if `dataset` is given.
-
-    Args:
-        model: folder of the candidate.
-        dataset: ORG/NAME of the text's dataset on the hub, or None.
-
-    Returns:
-        Paths of the written files.
-    """
+def write_to_card(result: Fidelity, model: Path) -> Path:
+    """Write the table into a candidate's model card, replacing an earlier table; return the card's path."""
     card, is_new = model / README, not (model / README).exists()
     kept = f"# {model.name}" if is_new else _SECTION.sub("", card.read_text(encoding="utf-8")).rstrip("\n")
     write_atomically(card, f"{kept}\n\n{result.format_card_section()}")
-    entry = _write_for_hub(result, model, dataset)
     # A card that already existed may not be diffquant's.
-    add_to_record(model, [*([card] if is_new else []), *entry])
-    return [card, *entry]
+    add_to_record(model, [card] if is_new else [])
+    return card
 
 
-def _write_for_hub(result: Fidelity, folder: Path, dataset: str | None) -> list[Path]:
-    if dataset is None:
-        return []
-    text = yaml.safe_dump(result.hub_entries(dataset), sort_keys=False, allow_unicode=True)
-    (folder / HUB).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / HUB, text)
-    return [folder / HUB]
-
-
-def write_fidelity(result: Fidelity, folder: Path, dataset: str | None) -> list[Path]:
-    """Write the result into a folder as JSON and as Markdown, and write a hub entry if `dataset` is given.
-
-    Args:
-        dataset: ORG/NAME of the text's dataset on the hub, or None.
-
-    Returns:
-        Paths of the written files.
-    """
+def write_fidelity(result: Fidelity, folder: Path) -> list[Path]:
+    """Write the result into a folder as JSON and as Markdown, and return the paths of both files."""
     texts = {NUMBERS: result.to_json(), CARD: result.format_card_section()}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_atomically(folder / name, text)
-    written = [*(folder / name for name in texts), *_write_for_hub(result, folder, dataset)]
+    written = [folder / name for name in texts]
     add_to_record(folder, written)
     return written

@@ -22,6 +22,7 @@ from diffquant.errors import CheckpointError, DiffQuantError, UsageError
 from diffquant.support.plain_data import JsonObject
 
 if TYPE_CHECKING:
+    from diffquant.checkpoints.source import Source
     from diffquant.measure.language_model import LanguageModel
 
 
@@ -93,7 +94,13 @@ def _binned_divergence(p_logs: Tensor, q_logs: Tensor) -> Tensor:
 
 
 class ComparedModel(ABC):
-    """One of the two models whose distributions are compared."""
+    """One of the two models whose distributions are compared.
+
+    Attributes:
+        source: the checkpoint, or None if it is an export, a file or a server.
+    """
+
+    source: "Source | None" = None
 
     @property
     @abstractmethod
@@ -141,8 +148,8 @@ class LocalModel(ComparedModel):
         about: what a result records about the model.
     """
 
-    def __init__(self, path: Path, model: "LanguageModel", about: JsonObject) -> None:
-        self._path, self._model, self._about = path, model, about
+    def __init__(self, path: Path, model: "LanguageModel", about: JsonObject, source: "Source | None" = None) -> None:
+        self._path, self._model, self._about, self.source = path, model, about, source
 
     @property
     def name(self) -> str:

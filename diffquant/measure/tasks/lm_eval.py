@@ -1,9 +1,12 @@
 """Runs lm-eval's tasks: lm-eval makes the requests and computes the metrics, diffquant scores the requests."""
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +17,7 @@ from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.task import LIMIT, Task, TaskOption, read_positive_option
 from diffquant.measure.tasks import register
-from diffquant.support.files import check_regular_file, file_digest
+from diffquant.support.files import check_regular_file, file_digest, read_text
 from diffquant.support.installation import install_command
 from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
     from diffquant.measure.language_model import LanguageModel, ModelOutputs
-    from diffquant.measure.protocols.harness_files import TaskFiles
 
 
 TRUST_TASK = TaskOption(
@@ -68,17 +70,13 @@ class Harness(Task):
         identity["lm_eval"] = importlib.metadata.version("lm_eval")
         if _is_file(self.task):
             identity["yaml"] = file_digest(Path(self.task))[:16]
-            digests = _task_files(self.task).digests()
+            digests = {_path_from(Path(self.task), path): _digest(path) for path in _list_inputs(Path(self.task))[0]}
             # A task without further files has no such entry, which keeps the addresses of its cells.
             identity |= {"files": digests} if digests else {}
         return identity
 
     def untracked_inputs(self) -> list[str]:
-        return (
-            _task_files(self.task).untracked_inputs()
-            if _is_file(self.task)
-            else ["the data that lm-eval fetches for it"]
-        )
+        return _list_inputs(Path(self.task))[1] if _is_file(self.task) else ["the data that lm-eval fetches for it"]
 
     def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         """Run the task, and return all of its metrics.
@@ -139,13 +137,6 @@ def require_trust(task: str, is_trusted: bool) -> None:
     logging.getLogger(__name__).warning("note: %s", what)
 
 
-def _task_files(task: str) -> "TaskFiles":
-    # Its YAML reader is not needed for the command line's help.
-    from diffquant.measure.protocols.harness_files import TaskFiles
-
-    return TaskFiles(Path(task).absolute())
-
-
 def _task_result(task: str, output: JsonObject) -> TaskResult:
     results, samples = output["results"], output["samples"]
     metrics = {f"{name}/{key}": value for name, row in results.items() for key, value in row.items()}
@@ -189,21 +180,20 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
         return task, manager
     from lm_eval.tasks import TaskManager
 
-    from diffquant.measure.protocols.harness_files import TaskFiles
-
     file = Path(task).resolve()
-    name = TaskFiles(file).name
     for each in file.parent.glob("**/*.yaml"):
         # lm-eval opens all of them.
         with suppress(FileNotFoundError, IsADirectoryError):
             check_regular_file(each)
     # Indexing lm-eval's own tasks takes many seconds, and the user's file does not need them.
     manager = TaskManager(include_path=str(file.parent), include_defaults=False)
-    entry = manager.task_index.get(name)
-    found = entry.get("yaml_path") if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
-    if found and Path(found).resolve() != file:
-        raise UsageError(f"{found} defines {name} as well, and lm-eval would use it instead of {file}; rename one")
-    return name, manager
+    for name, entry in manager.task_index.items():
+        found = entry.get("yaml_path") if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
+        if found and Path(found).resolve() == file:
+            return name, manager
+    raise UsageError(
+        f"lm-eval finds no task in {file}: it needs a line 'task: NAME' with a name that no other file there has"
+    )
 
 
 @cache
@@ -215,3 +205,79 @@ def _all_tasks() -> "TaskManager":
 
 def _is_file(task: str) -> bool:
     return task.endswith((".yaml", ".yml")) and Path(task).is_file()
+
+
+# Fields of data whose value may be a folder's bare name, and a task that is a list: a group.
+_FOLDERS = re.compile(r"(?:dataset_path|data_dir):\s*[\"']?([\w./~-]+)")
+_GROUP = re.compile(r"^task:\s*(\[|$)", re.MULTILINE)
+_CODE = (".yaml", ".yml", ".py")
+
+
+def _list_inputs(task: Path) -> tuple[list[Path], list[str]]:
+    """List what a task's YAML file depends on, without running anything.
+
+    These are the files and folders that it or a file of code that it names mentions, and if it has functions or is a
+    group, all code and YAML files in its folder. A file too many only means that results are measured again when it
+    changes.
+
+    Returns:
+        Files and folders of this machine, and data that is elsewhere, whose changes are not noticed.
+
+    Raises:
+        UsageError: one of the files cannot be read.
+    """
+    task = task.absolute()
+    found, code, elsewhere = set[Path](), [task], list[str]()
+    while code:
+        file = code.pop()
+        try:
+            text = read_text(file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{task} refers to a file that cannot be read: {error}") from error
+        named = set(_find_named(text, file.parent))
+        if file.suffix != ".py":
+            folders = [(name, Path(name).expanduser()) for name in _FOLDERS.findall(text)]
+            named |= {place.absolute() for _, place in folders if place.exists()}
+            elsewhere += [
+                f"the dataset {name} on the hub" for name, place in folders if "/" in name and not place.exists()
+            ]
+            elsewhere += re.findall(r"\w+://[^\s'\"},]+", text)
+        if "!function" in text or _GROUP.search(text):
+            named |= {each for each in task.parent.rglob("*") if each.suffix in _CODE and _may_hold_data(each.name)}
+        code += [path for path in named - found - {task} if path.suffix in _CODE and path.is_file()]
+        found |= named
+    return sorted(found - {task}), list(dict.fromkeys(elsewhere))
+
+
+def _find_named(text: str, folder: Path) -> Iterator[Path]:
+    """Yield the files and folders that words of a text name, in a folder or in the working directory."""
+    for word in set(re.findall(r"[^\s'\"{}\[\],:]{2,1000}", text)):
+        for place in (folder, Path()):
+            with suppress(OSError, ValueError, NotImplementedError):
+                if "*" in word:
+                    yield from (each.absolute() for each in place.glob(word) if each.is_file())
+                elif {".", "/"} & set(word) and set(word) - {".", "/"} and (place / word).exists():
+                    yield Path(os.path.abspath(place / word))
+
+
+def _path_from(task: Path, path: Path) -> str:
+    # On Windows there is no relative path between two drives.
+    folder = task.absolute().parent
+    name = os.path.relpath(path, folder) if path.drive == folder.drive else str(path)
+    return f"{name}/" if path.is_dir() else name
+
+
+def _digest(path: Path) -> str:
+    if path.is_file():
+        return file_digest(path)[:16]
+    whole = hashlib.sha256()
+    for folder, inner, names in os.walk(path, followlinks=True):
+        inner[:] = sorted(filter(_may_hold_data, inner))
+        for name in sorted(names):
+            file = Path(folder, name)
+            whole.update(f"{file.relative_to(path).as_posix()} {file_digest(file)}\n".encode())
+    return whole.hexdigest()[:16]
+
+
+def _may_hold_data(folder: str) -> bool:
+    return folder != "__pycache__" and not folder.startswith(".")

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
-from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.family.norm import LAMBDA_VECTORS
 from diffquant.quantization.engine_folder import require_vllm_rope
 from diffquant.quantization.modeling_diffquant import DiffAttention, DiffConfig, PlainHeads
 from diffquant.serving.vllm.config import heads_of_rank

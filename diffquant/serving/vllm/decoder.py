@@ -1,5 +1,6 @@
 """diffquant's own decoders in vLLM: vLLM has the caches, attention and packed Linears; the rest is plain torch."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ from diffquant.serving.vllm.config import architecture_of, warn_of_ignored_schem
 _READ = ".dt_proj"
 
 
-class ServedDecoder(nn.Module):
+class ServedDecoder(nn.Module, ABC):
     """A causal language model around a decoder of diffquant's, on one rank and without compilation.
 
     Subclasses replace the parts of its layers that have a cache, which get a method `attach_cache`.
@@ -57,13 +58,13 @@ class ServedDecoder(nn.Module):
         self.logits_processor = LogitsProcessor(config.vocab_size)
         warn_of_ignored_schemes(vllm_config)
 
+    @abstractmethod
     def replace_cached_parts(self, architecture: Any) -> dict[str, Any]:
         """Replace the parts of the decoder's layers that have a cache; return those, by their name in the model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layer_arguments(self, positions: Tensor, x: Tensor) -> Sequence[tuple[Any, ...]]:
         """Return each layer's arguments after its state, for embeddings x [1, T, D] at positions [1, T]."""
-        raise NotImplementedError
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self.model.embed_tokens(input_ids)

@@ -81,11 +81,6 @@ ELSEWHERE = {
     "--rounding NAME, such as gptq": OPTIONS_ELSEWHERE['rounding="gptq"'],
     "--kv BITS, such as 8": OPTIONS_ELSEWHERE['recipe={"kv": 8}'],
     "MODEL, the first argument": ("model", "pretrained", "hf-path"),
-    # Former options of diffquant.
-    "diffquant compare A B, with two folders of bench": ("compare",),
-    "--observer percentile:99.9": ("percentile",),
-    "OMP_NUM_THREADS in the environment": ("threads",),
-    "diffquant sweep --limit NUMBER, the number of items": ("minutes",),
 }
 
 

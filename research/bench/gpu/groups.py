@@ -64,9 +64,11 @@ def attention_cells(
     """Cells of the attention of one layer."""
     from diffquant.benchmarks.contest import PeerComparison
     from diffquant.benchmarks.workloads import Workload
+    from research.bench.roofline import count_call
 
     work = Workload(model, queries, keys, batch, dtype)
-    return [cell.to_dict() for cell in PeerComparison(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
+    cells = PeerComparison(section, "cuda", _TURNS, tuple(peers), graph).run([work])
+    return [cell.to_dict() | count_call(cell.path, work) for cell in cells]
 
 
 def eight_bit_cells(model: Model, length: int, dtype: str, peers: Sequence[str]) -> list[dict[str, Any]]:
@@ -83,6 +85,7 @@ def eight_bit_cells(model: Model, length: int, dtype: str, peers: Sequence[str])
 def linear_cells(graph: bool, tokens: int) -> list[dict[str, Any]]:
     """Cells of every path of a linear layer of the 3B model, at some tokens."""
     from diffquant.benchmarks import linears
+    from research.bench import peers  # noqa: F401  registers bitsandbytes and torchao
 
     cells = linears.run_linears([find_model("3B")], (tokens,), "float16", "cuda", _TURNS, graph=graph)
     return [cell.to_dict() for cell in cells]

@@ -21,9 +21,9 @@ from typing import Any
 
 from diffquant.benchmarks.contest import format_error
 from diffquant.benchmarks.measuring import describe_environment
-from diffquant.benchmarks.roofline import measure_roofline
 from diffquant.support.files import write_json
 from research.bench.gpu.groups import Aim, Group, groups
+from research.bench.roofline import measure_roofline
 
 _RUNS = 2
 # Generation takes most of a minute.

@@ -77,7 +77,7 @@ def main(
     """Measure the speed of each kind of a sweep's cells."""
     cells = [cell for model in models for cell in cell_speeds(model, dtypes.split(","), items, repeats)]
     settings = {"items": items, "repeats": repeats, "threads": torch.get_num_threads()}
-    result = BenchResult(describe_environment(), {}, settings, tuple(cells))
+    result = BenchResult(describe_environment(), settings, tuple(cells))
     for cell in cells:
         if cell.values:
             print(f"{cell.workload}  {cell.path:20} {cell.median:8.2f} items/s  {result.ratio(cell):.2f}")

@@ -45,7 +45,6 @@ def test_a_bench_does_not_go_on_with_what_was_measured_of_another_model_of_that_
     ran = []
     monkeypatch.setattr(sections.programs, "scoring", scored)
     monkeypatch.setattr(sections, "cell_speeds", timed)
-    monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: {"copy": {}})
     options, known = BenchOptions(sections=("sweep",)), {}
     for name in "ab":
         (tmp_path / name / "model").mkdir(parents=True)

@@ -48,8 +48,8 @@ PROGRAMS = [
 def test_the_gpu_table_needs_torch_triton_and_numpy_alone():
     pytest.importorskip("triton")
     code = """
-from diffquant.benchmarks import contest, decode, linears, peers, roofline, tune, workloads
-from research.bench.gpu import groups, ratios
+from diffquant.benchmarks import contest, decode, linears, peers, workloads
+from research.bench.gpu import groups, ratios, tune
 print(len(groups.groups()), len(tune.active_configs()) > 0, *contest.SECTIONS)
 """
     done = subprocess.run(

@@ -13,8 +13,7 @@ from diffquant.checkpoints.compressed_tensors import decode_codes
 from diffquant.checkpoints.row_stream import open_workers
 from diffquant.checkpoints.source import Source
 from diffquant.model.walk import LayerRunner, split_into_batches
-from diffquant.quantization.magnitudes import Magnitudes
-from diffquant.quantization.roundings.base import Rounder
+from diffquant.quantization.roundings.base import Magnitudes, Rounder
 from diffquant.quantization.roundings.gptq.compensation import InputStatistics, compensate, compute_retargeting, damp
 from diffquant.quantization.roundings.gptq.layer_inputs import (
     ActivationStore,

@@ -36,6 +36,11 @@ class NumberFormat(ABC):
         refits_scale: whether these roundings also try the scale of least squared error for the best trial's levels.
         has_tiles: whether a weight may have one scale per square block.
         for_weights_only: whether only weights may have this format.
+        is_native: whether a weight's codes are stored as the weight itself, in a dtype that has them.
+        has_stored_shape: whether a weight's shape is a separate tensor, because the packed shape does not determine it.
+        tensor_scale: scale [1] of the whole tensor, stored in addition to a weight's scales, or None.
+        group_strategy: compressed-tensors' name for one scale per group.
+        stored_scales: name of the dtype of stored scales, which are float32 otherwise, or None if scales have 16 bits.
         scales_per_step: number of neighbouring scales of a row that are multiples of one step; 1 if scales are free.
     """
 
@@ -49,6 +54,11 @@ class NumberFormat(ABC):
     refits_scale: ClassVar[bool] = False
     has_tiles: ClassVar[bool] = False
     for_weights_only: ClassVar[bool] = False
+    is_native: ClassVar[bool] = False
+    has_stored_shape: ClassVar[bool] = True
+    tensor_scale: "Tensor | None" = None
+    group_strategy: ClassVar[str] = "group"
+    stored_scales: ClassVar[str | None] = None
     scales_per_step: ClassVar[int] = 1
 
     # Plain properties: a cached one takes a lock, which torch.compile cannot trace.
@@ -110,15 +120,20 @@ class NumberFormat(ABC):
         """
         import torch
 
+        if self.stored_scales is not None:
+            return torch.float32
         return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
     def stored_scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         """Return the dtype of the stored scale tensor of a weight whose unquantized dtype is `dtype`."""
-        return self.scale_dtype(dtype)
+        import torch
+
+        return self.scale_dtype(dtype) if self.stored_scales is None else getattr(torch, self.stored_scales)
 
     def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
         """Return whether scales in a checkpoint may have this dtype."""
-        return dtype.is_floating_point and dtype.itemsize > 1
+        is_16_bit = dtype.is_floating_point and dtype.itemsize > 1
+        return is_16_bit if self.stored_scales is None else dtype == self.stored_scale_dtype(dtype)
 
     def compute_scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
         """Return the scale that maps the largest magnitude along `dim` to the largest level.
@@ -169,11 +184,6 @@ class NumberFormat(ABC):
         """
         del largest
         return self
-
-    @property
-    def tensor_scale(self) -> "Tensor | None":
-        """Scale [1] of the whole tensor, stored in addition to a weight's scales, or None if the format has none."""
-        return None
 
     def pack_scale(self, scale: "Tensor") -> "Tensor":
         """Convert scales to their stored form."""
@@ -256,18 +266,10 @@ class NumberFormat(ABC):
 
     # How a checkpoint holds it, and how its config.json says so.
 
-    # Whether a weight's codes are stored as the weight itself, in a dtype that has them.
-    is_native: ClassVar[bool] = False
-
     @property
     def file_dtype(self) -> "torch.dtype":
         """Dtype of a weight's packed codes in a file; as wide as `packed_dtype`."""
         return self.packed_dtype
-
-    @property
-    def has_stored_shape(self) -> bool:
-        """Whether a weight's shape is stored as a separate tensor, because the packed shape does not determine it."""
-        return True
 
     @property
     def layout(self) -> str:
@@ -283,14 +285,6 @@ class NumberFormat(ABC):
     def config_fields(self) -> Mapping[str, Any]:
         """Type and number of bits in a compressed-tensors config group; readers refuse folders with an unknown type."""
         return {"type": self.name}
-
-    def strategy(self, granularity: str) -> str:
-        """Return compressed-tensors' name for the granularity of a weight's scales."""
-        return {"row": "channel"}.get(granularity, granularity)
-
-    def record_fields(self) -> Mapping[str, Any]:
-        """Return the fields that diffquant.json records about this format."""
-        return {"format": self.name}
 
     def __repr__(self) -> str:
         return f"format_named({self.name!r})"

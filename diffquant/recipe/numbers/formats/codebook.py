@@ -38,7 +38,7 @@ class Iq4Nl(NumberFormat):
     def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
         import torch
 
-        return torch.float16
+        return torch.float16 if self.stored_scales is None else torch.float32
 
     def compute_scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
         import torch
@@ -71,24 +71,11 @@ class Iq4Xs(Iq4Nl):
     of ggml's blocks of 256 values: the step, then the upper 2 and the lower 4 bits of 8 multiples, each plus 32.
     """
 
+    stored_scales = "uint8"
+
     def __init__(self, name: str, block: int = 32, scales_per_step: int = 8, step: "Tensor | None" = None) -> None:
         super().__init__(name, block)
         self.scales_per_step, self._step = scales_per_step, step  # type: ignore[misc]
-
-    def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
-        import torch
-
-        return torch.float32
-
-    def stored_scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
-        import torch
-
-        return torch.uint8
-
-    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
-        import torch
-
-        return dtype == torch.uint8
 
     def compute_scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
         scale = super().compute_scale(x, dim)

@@ -52,9 +52,6 @@ class Integer(NumberFormat):
     def config_fields(self) -> Mapping[str, Any]:
         return {"num_bits": self.bits, "type": "int", "symmetric": True}
 
-    def record_fields(self) -> Mapping[str, Any]:
-        return {"bits": self.bits}
-
 
 class IntegerBytes(Integer):
     """Integers of 8 bits, stored as an int8 tensor with the weight's name, for kernels that multiply rounded inputs.

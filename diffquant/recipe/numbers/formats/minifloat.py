@@ -155,6 +155,7 @@ class Microscaled(Minifloat):
 
     block = 32
     has_stored_shape = False
+    stored_scales = "uint8"
     trials = (2.0, 1.0, 0.5)
 
     def __init__(self, name: str, exponent: int, mantissa: int, largest: float, raised_from: float = 2.0) -> None:
@@ -177,21 +178,6 @@ class Microscaled(Minifloat):
         if self.width < 8:
             return torch.uint8
         return torch.float8_e4m3fn if self._exponent == 4 else torch.float8_e5m2
-
-    def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
-        import torch
-
-        return torch.float32
-
-    def stored_scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
-        import torch
-
-        return torch.uint8
-
-    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
-        import torch
-
-        return dtype == torch.uint8
 
     def scale_for_largest(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
         """Return 2^(exponent of the largest magnitude - exponent of the largest level), or 2^-127 if all is zero.

@@ -28,7 +28,9 @@ class Nvfp4(Minifloat):
     """E2M1 codes with one e4m3 scale per block of 16 values, which maps the block's largest magnitude to 6."""
 
     block = 16
+    stored_scales = "float8_e4m3fn"
     spans_tensor = True
+    group_strategy = "tensor_group"
     has_stored_shape = False
     # A larger one leaves the levels near 4 for the largest magnitude.
     trials = (1.5, *(1 - n / 40 for n in range(20)))
@@ -37,7 +39,7 @@ class Nvfp4(Minifloat):
 
     def __init__(self, name: str, tensor_scale: "Tensor | None" = None) -> None:
         super().__init__(name, 2, 1, 6)
-        self._tensor_scale = tensor_scale
+        self.tensor_scale = tensor_scale
 
     def with_tensor_scale(self, largest: "Tensor") -> "Nvfp4":
         """Return the format for one weight, with tensor scale 448 · 6 / its largest magnitude."""
@@ -46,25 +48,6 @@ class Nvfp4(Minifloat):
         largest = largest.reshape(1).float().clamp(min=torch.finfo(torch.float32).tiny)
         divisor = torch.nan_to_num(self._top_scale * self.largest / largest, nan=1.0, posinf=1.0)
         return type(self)(self.name, divisor)
-
-    @property
-    def tensor_scale(self) -> "Tensor | None":
-        return self._tensor_scale
-
-    def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
-        import torch
-
-        return torch.float32
-
-    def stored_scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":  # noqa: ARG002
-        import torch
-
-        return torch.float8_e4m3fn
-
-    def accepts_scale_dtype(self, dtype: "torch.dtype") -> bool:
-        import torch
-
-        return dtype == torch.float8_e4m3fn
 
     def scale_for_largest(self, largest: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":  # noqa: ARG002
         return self._divide(self._block_scale(largest / self.largest))
@@ -76,18 +59,18 @@ class Nvfp4(Minifloat):
         """Round a positive scale to e4m3, and return it in its own dtype."""
         import torch
 
-        wide = scale if self._tensor_scale is None else self._tensor_scale.to(scale.device) * scale
+        wide = scale if self.tensor_scale is None else self.tensor_scale.to(scale.device) * scale
         rounded = wide.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn).to(scale.dtype)
         return torch.where(rounded == 0, _OF_ZEROS, rounded)
 
     def _divide(self, block_scale: "Tensor") -> "Tensor":
-        return block_scale if self._tensor_scale is None else block_scale / self._tensor_scale.to(block_scale.device)
+        return block_scale if self.tensor_scale is None else block_scale / self.tensor_scale.to(block_scale.device)
 
     def pack_scale(self, scale: "Tensor") -> "Tensor":
         """Return the block scales, multiplied by the tensor scale, as e4m3 bytes."""
         import torch
 
-        wide = scale.float() if self._tensor_scale is None else scale.float() * self._tensor_scale.to(scale.device)
+        wide = scale.float() if self.tensor_scale is None else scale.float() * self.tensor_scale.to(scale.device)
         return wide.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def unpack_scale(self, stored: "Tensor", tensor_scale: "Tensor | None" = None) -> "Tensor":
@@ -103,9 +86,6 @@ class Nvfp4(Minifloat):
     @property
     def config_fields(self) -> Mapping[str, Any]:
         return {"num_bits": 4, "type": "float", "symmetric": True, "scale_dtype": "torch.float8_e4m3fn"}
-
-    def strategy(self, granularity: str) -> str:
-        return {"group": "tensor_group"}.get(granularity, granularity)
 
 
 class FourOverSix(Nvfp4):

@@ -1,8 +1,11 @@
 """Tuning of the kernels: tries neighbours of the bundled configurations, and writes faster ones to a file.
 
+    python -m research.bench.gpu.tune kernels.json
+
 The file is for the environment variable `DIFFQUANT_KERNEL_CONFIGS`: {"kernel/device class/case": {field: value}}.
 """
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -13,14 +16,13 @@ from diffquant.benchmarks import linears
 from diffquant.benchmarks.contest import SECTIONS, relative_error, tolerance
 from diffquant.benchmarks.measuring import make_timer, run_in_turns
 from diffquant.benchmarks.workloads import MODELS, V2, Model, Workload
-from diffquant.errors import UsageError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.kernels.configs import PREFILL, Config, choose_config, override_configs
 from diffquant.kernels.gpu import device_class
 from diffquant.support.files import write_json
-from diffquant.support.names import option_name
 from diffquant.support.outputs import check_output_file, has_fields
 from diffquant.support.plain_data import parse_json
-from diffquant.support.progress import Progress, report_nothing
+from diffquant.support.progress import Progress, progress_for, report_nothing
 
 # Least speedup of a new configuration, more than the noise of measurements.
 GAIN = 1.03
@@ -31,22 +33,27 @@ _LENGTH = 8192
 Check = Callable[[], bool]
 
 
-def tune(path: Path, device: str, progress: Progress = report_nothing) -> str:
-    """Tune every kernel configuration of this device, field by field, and write faster ones; return a summary.
+def main() -> int:
+    """Tune the kernels of this device, print what was found, and return the exit code."""
+    # Not typer: a machine with a GPU may have torch, triton and numpy alone.
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("file", type=Path, help="JSON file to write")
+    try:
+        print(tune(parser.parse_args().file, progress_for("tune")))
+    except DiffQuantError as error:
+        parser.error(str(error))
+    return 0
 
-    Args:
-        path: JSON file to write.
-        device: must be "cuda".
+
+def tune(path: Path, progress: Progress = report_nothing) -> str:
+    """Tune every kernel configuration of this device, field by field, and write faster ones; return a summary.
 
     Raises:
         UsageError: there is no CUDA device.
         OutputExistsError: the path exists and is not a file of configurations.
     """
-    if device != "cuda" or not torch.cuda.is_available():
-        raise UsageError(
-            f"{option_name('tune')} tries kernels on a CUDA device: give {option_name('device', 'cuda')} where "
-            f"there is one"
-        )
+    if not torch.cuda.is_available():
+        raise UsageError("kernels are tuned on a CUDA device, and torch finds none; run this on a machine with a GPU")
     tables = active_configs()
     check_output_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
     here = f"/{device_class(torch.device('cuda'))}/"
@@ -178,3 +185,7 @@ def _linear_probe(kernel: str, case: int) -> tuple[Callable[[], object], Check]:
 
 def _milliseconds(work: Callable[[], object]) -> float:
     return median(run_in_turns({"": make_timer(work, "cuda")}, _TURNS)[""])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -9,6 +9,8 @@ QK needs d multiply-adds per entry of a map, and PV dv. For a V1 pair (dv = 2d),
 Transformer's two heads 4; exact simulated logits 8, with QK once more for their scales.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,6 +66,14 @@ def count_fused_call(work: Workload, *, key_bytes: float | None = None, value_by
             workload's dtype.
     """
     return _operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes)
+
+
+def count_cache(work: Workload, bits: int) -> Count:
+    """Count operations and bytes of attention over a cache of this many bits, with 16-bit scales."""
+    if bits == 16:
+        return count_fused_call(work)
+    key = bits + 16 / (64 if bits == 4 else work.model.width)
+    return count_fused_call(work, key_bytes=key / 8, value_bytes=(bits + 16 / work.model.value_width) / 8)
 
 
 def count_call_per_map(work: Workload) -> Count:
@@ -141,3 +151,29 @@ def _bytes(
 
 def _element(work: Workload) -> int:
     return work.torch_dtype.itemsize
+
+
+_SIMULATED = dict.fromkeys(
+    ("DIFF, simulated logits 8:row", "DIFF, simulated logits 8:row:shift"), count_simulated_logits
+)
+# How to count a peer of `diffquant bench` by its name; others run one kernel that computes both maps.
+COUNTS: Mapping[str, Callable[[Workload], Count]] = {
+    "DIFF, eager": count_eager,
+    "DIFF, simulated logits 8:row, eager": count_eager,
+    "transformers' DiffLlama, eager": count_eager_halves,
+    "transformers' DiffLlama, sdpa": count_call_per_half,
+    "DIFF, simulated logits 8:row": count_simulated_logits,
+    "DIFF, simulated logits 8:row:shift": count_simulated_logits,
+    **{f"DIFF, {bits}-bit cache, unpacked": partial(count_cache, bits=bits) for bits in (8, 6, 4)},
+    **{f"DIFF, fused, {bits}-bit cache": partial(count_cache, bits=bits) for bits in (16, 8, 6, 4)},
+}
+_COUNTS_BY_BEGINNING = {
+    "Transformer": count_transformer, "FlashDiffAttn_1": count_call_per_map, "FlashDiffAttn_2": count_call_per_half
+}  # fmt: skip
+
+
+def count_call(path: str, work: Workload) -> dict[str, int]:
+    """Count the operations of a peer's call, and the bytes that it reads and writes."""
+    begins = (count for start, count in _COUNTS_BY_BEGINNING.items() if path.startswith(start))
+    operations, moved = (COUNTS.get(path) or next(begins, count_fused_call))(work)
+    return {"operations": operations, "bytes": moved}

@@ -5,9 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffquant.attention.naive import naive
-from diffquant.benchmarks import roofline
 from diffquant.benchmarks.workloads import MODELS, Model, Workload, make_differential_call
 from diffquant.model.walk import count_visible_logits
+from research.bench import roofline
 from tests.support.tables import in_one_test
 
 V1 = Model("v1", 64, 2, 3, 3, 8, 16, 96)
