@@ -55,11 +55,7 @@ def runtime(model):
     return lambda inputs: session.run(None, inputs)
 
 
-RUNNERS = {
-    "contrib": ("contrib", runtime),
-    "pure": ("pure", runtime),
-    "reference": ("pure", reference),
-}
+RUNNERS = {"contrib": ("contrib", runtime), "pure": ("pure", runtime), "reference": ("pure", reference)}
 
 
 @pytest.fixture(params=RUNNERS)
@@ -86,22 +82,12 @@ def test_a_ragged_batch_equals_its_sequences_one_by_one(run, case):
     inputs = random_inputs(case, batch=3, length=width + 1)
     call = run(case)
     output, *past = call(feed(inputs, slice(0, width), empty_past(case, 3), lengths))
-    token = {n: v[:, -1:] if n in ("query", "key", "value") or v.ndim == 3 else v for n, v in inputs.items()}
-    after = [length + 1 for length in lengths]
-    last = feed(token, slice(0, 1), past, after) | {"total_sequence_length": np.array(width + 1, "i4")}
-    decoded = call(last)[0]
+    decoded = call(feed(inputs, slice(width, width + 1), past, [length + 1 for length in lengths]))[0]
     for i, length in enumerate(lengths):
-        alone = {
-            n: v[i : i + 1] if n not in ("cos_cache", "sin_cache") and len(v) == 3 else v for n, v in inputs.items()
-        }
-        np.testing.assert_allclose(
-            output[i : i + 1, :length], expected(case, alone, slice(0, length)), rtol=0, atol=2e-5
-        )
-        per_token = [n for n, v in alone.items() if v.ndim == 3]
-        joined = alone | {n: np.concatenate([alone[n][:, :length], alone[n][:, -1:]], 1) for n in per_token}
-        np.testing.assert_allclose(
-            decoded[i : i + 1], expected(case, joined, slice(length, length + 1)), rtol=0, atol=2e-5
-        )
+        tokens, own = np.r_[0:length, width], slice(i, i + 1)
+        alone = {n: v[own, tokens] if v.ndim == 3 else v for n, v in inputs.items()}
+        np.testing.assert_allclose(output[own, :length], expected(case, alone, slice(0, length)), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(decoded[own], expected(case, alone, slice(length, length + 1)), rtol=0, atol=2e-5)
 
 
 @in_one_test("generation", [1, 2])

@@ -10,8 +10,6 @@ from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import CheckpointError, ToleranceError
 from diffquant.onnx import ExportOptions, Generator, export, verify
 from diffquant.onnx.files import RANGES_FILE
-from diffquant.onnx.native import library_path
-from diffquant.onnx.runtime.scoring import OnnxRuntime
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.recipe import Recipe
 from tests.export.test_running import by_the_example
@@ -103,14 +101,6 @@ def test_four_bits_with_a_quantized_cache_are_proved_and_the_tokens_are_torchs(f
     assert decoded(folder, ids) == torch_tokens(low, ids, Recipe.of(kv="8:static"), folder / RANGES_FILE)
 
 
-def test_scores_are_torchs(family, tmp_path):
-    folder = exported(family, tmp_path / "out")
-    model = OnnxRuntime().open(folder, "cpu")
-    ids = random_ids(2, 19, 3) % tiny_lm.WORDS
-    wanted = diffquant.load(family, dtype=torch.float32)(ids).logits
-    torch.testing.assert_close(model.read(ids).logits(), wanted, rtol=0, atol=2e-4)
-
-
 def test_states_and_latents_pass_through_onnxruntime_genai(own_decoder, tmp_path):
     folder = exported(own_decoder, tmp_path / "out")
     model = genai.Model(str(folder))
@@ -131,14 +121,7 @@ def test_states_and_latents_pass_through_onnxruntime_genai(own_decoder, tmp_path
 @pytest.mark.parametrize(
     "options",
     sampled(
-        [
-            {"portable": True},
-            {"cache": False},
-            {"dtype": "float16"},
-            {"logits": "6:row"},
-            {"logits": "6:tensor"},
-        ],
-        3,
+        [{"portable": True}, {"cache": False}, {"dtype": "float16"}, {"logits": "6:row"}, {"logits": "6:tensor"}], 3
     ),
     ids=lambda options: " ".join(map(str, *options.items())),
 )
@@ -216,15 +199,3 @@ def test_a_page_that_shows_attention_in_every_layer_is_refused(phi, tmp_path):
     with pytest.raises(CheckpointError, match=r"its mamba and gated memory layers have none"):
         export(phi, tmp_path / "out", ExportOptions.parse(web=True))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_graph_of_states_needs_no_library(sound):
-    if library_path() is None:
-        pytest.skip("there is none to do without")
-    ids = random_ids(1, 20, 5).numpy() % tiny_lm.WORDS
-    logits = []
-    for native in (True, False):
-        model = OnnxModel(sound, 1, every_position=True, native=native)
-        (of_all,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(1))
-        logits.append(of_all)
-    np.testing.assert_allclose(*logits, rtol=0, atol=2e-4)

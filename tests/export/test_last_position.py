@@ -6,7 +6,7 @@ import torch
 from transformers import DiffLlamaForCausalLM
 
 from diffquant.onnx import ExportOptions, export
-from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx.runtime.session import OnnxModel
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 
@@ -44,20 +44,6 @@ def test_each_sequence_of_a_padded_batch_has_its_own_last_logits_and_so_has_the_
     for row, new, length, given in zip(ids, more, LENGTHS, logits, strict=True):
         wanted = oracle(torch.cat([row[:length], new])[None]).logits[0, -1]
         np.testing.assert_allclose(given, wanted.numpy()[None], rtol=0, atol=2e-5)
-
-
-def test_the_same_folder_gives_the_logits_of_every_position(exported):
-    _, folder = exported
-    last, every = OnnxModel(folder, 1), OnnxModel(folder, 1, every_position=True)
-    ids, mask = (tensor.numpy() for tensor in padded())
-    given, whole = (model.run(ids, mask, model.empty_cache(len(ids)))[0][0] for model in (last, every))
-    assert whole.shape[:2] == ids.shape
-    assert (last.gives_every_position, every.gives_every_position) == (False, True)
-    for of, row, length in zip(given, whole, LENGTHS, strict=True):
-        np.testing.assert_allclose(of[0], row[length - 1], rtol=0, atol=1e-5)
-    steps = [InPlaceDecoder(model, 1, 12).step(ids[-1:]) for model in (last, every)]
-    assert [step.shape[1] for step in steps] == [1, 12]
-    np.testing.assert_allclose(steps[0][0, 0], steps[1][0, -1], rtol=0, atol=1e-5)
 
 
 def test_a_model_without_a_cache_scores_and_gives_every_position(tmp_path):

@@ -12,16 +12,13 @@ from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.recipe import Recipe
-from tests.support.checkpoints import MOTIF3, write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
 from tests.support.thorough import sampled
 
-# A row of 14 channels, which GroupQueryAttention does not take; an expert's width that no byte divides at 4 bits.
 SIZES = {"max_position_embeddings": 96}
-EVEN = SIZES | {"moe_intermediate_size": 8}
-LATENT = MOTIF3["kv_lora_rank"]
 
 
 @pytest.fixture(scope="module")
@@ -71,34 +68,6 @@ def test_ranges_are_of_what_the_models_cache_keeps(motif3):
         turned = cache.layers[layer].stored_keys.read().unflatten(-1, (2, -1))
         lengths = turned.norm(dim=-2).amax((0, 2)).repeat(1, 2)
         torch.testing.assert_close(ranges.tensors[f"layers.{layer}.k"], margin * lengths)
-
-
-def test_a_cache_holds_a_latent_as_a_key_and_the_same_codes_as_a_value(motif3, tmp_path):
-    model = OnnxModel(exported(motif3, tmp_path / "out", kv_bits=8), 1)
-    ids = random_ids(1, 12).numpy()
-    _, rows = model.run(ids, np.ones_like(ids), model.empty_cache(1))
-    for key, value in zip(rows[0::2], rows[1::2], strict=True):
-        keys, values = key.numpy(), value.numpy()
-        assert keys.shape == (1, 1, 12, LATENT + MOTIF3["qk_rope_head_dim"])
-        np.testing.assert_array_equal(keys[..., :LATENT], values[..., :LATENT])
-        assert np.abs(keys).max() > 64
-        assert not values[..., LATENT:].any()
-
-
-def test_a_token_runs_its_own_experts_whatever_stands_beside_it(motif3, tmp_path):
-    """One sequence alone, in a padded batch, and token by token, with logits of every position."""
-    model = OnnxModel(exported(motif3, tmp_path / "out"), 1, every_position=True)
-    ids = random_ids(3, 20, 5).numpy()
-    lengths = [20, 11, 1]
-    wanted = diffquant.load(motif3, dtype=torch.float32)(torch.from_numpy(ids)).logits.numpy()
-    mask = np.array([[column < length for column in range(20)] for length in lengths]).astype(np.int64)
-    (padded,), cache = model.run(ids * mask, mask, model.empty_cache(3))
-    for got, of, length in zip(padded, wanted, lengths, strict=True):
-        np.testing.assert_allclose(got[:length], of[:length], rtol=0, atol=2e-4)
-    cache = model.empty_cache(1)
-    for end in range(1, 12):
-        (last,), cache = model.run(ids[1:2, end - 1 : end], np.ones((1, end), np.int64), cache)
-        np.testing.assert_allclose(last[0, 0], wanted[1, end - 1], rtol=0, atol=2e-4)
 
 
 def test_a_quantized_expert_needs_a_runtime_that_gathers_codes(motif3, tmp_path):

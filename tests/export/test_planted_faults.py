@@ -401,11 +401,7 @@ def test_a_planted_fault_is_refused(exported, tmp_path, request, fault):
 
 # Lines of the kernel's C++, each with a fault that is there where DIFFQUANT_FAULT has its number.
 NATIVE = {
-    "keys rotated one place late": (
-        "attend.h",
-        "rotation.move_to(position);",
-        "rotation.move_to(position + FAULT);",
-    ),
+    "keys rotated one place late": ("attend.h", "rotation.move_to(position);", "rotation.move_to(position + FAULT);"),
     "a token does not see itself": (
         "attend.h",
         "const int64_t end = problem_.start[block_.sequence] + token(row) + 1;",
@@ -426,11 +422,7 @@ NATIVE = {
         "scale[problem_.key_offset(map) + c] : 1.0f",
         "scale[problem_.key_offset(FAULT ? 0 : map) + c] : 1.0f",
     ),
-    "one scale for all value channels": (
-        "attend.h",
-        "sums[c] *= scale[c]",
-        "sums[c] *= scale[FAULT ? 0 : c]",
-    ),
+    "one scale for all value channels": ("attend.h", "sums[c] *= scale[c]", "sums[c] *= scale[FAULT ? 0 : c]"),
     "one map's weights that do not add up to 1": (
         "softmax.h",
         "V::store(at, V::mul(V::load(at), share));",

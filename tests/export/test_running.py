@@ -234,18 +234,6 @@ def test_pieces_are_whole_characters_and_the_text_is_that_of_all_tokens(plain, m
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_genai_is_told_the_sizes_of_the_model(source, plain):
-    config = diffquant.load(source).config
-    described = json.loads((plain / "genai_config.json").read_text())
-    decoder = described["model"]["decoder"]
-    assert described["model"]["context_length"] == described["search"]["max_length"] == config.max_position_embeddings
-    assert (described["model"]["vocab_size"], decoder["hidden_size"]) == (config.vocab_size, config.hidden_size)
-    past = {i.name: i.shape for i in OnnxModel(plain, 1).session.get_inputs() if i.name.startswith("past")}
-    assert decoder["num_hidden_layers"] * 2 == len(past)
-    assert {tuple(shape[1::2]) for shape in past.values()} == {(decoder["num_key_value_heads"], decoder["head_size"])}
-    assert described["search"]["do_sample"] is False
-
-
 def test_genai_runs_the_folder_as_it_is(folder):
     genai = pytest.importorskip("onnxruntime_genai")
     ids = tiny_lm.tokenizer()(PROMPT)["input_ids"]
@@ -379,16 +367,6 @@ def test_a_session_without_a_library_says_so_once(plain, monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize(("native", "named"), [(False, None), (True, "")])
-def test_nobody_is_told_of_a_library_that_is_not_wanted(plain, monkeypatch, caplog, native, named):
-    if named is not None:
-        monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", named)
-    monkeypatch.setattr(session, "library_path", lambda: None)
-    session._say_once_that_bodies_run.cache_clear()
-    OnnxModel(plain, 1, native=native)
-    assert not caplog.messages
-
-
 def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
     from diffquant.onnx.native import kernel_calls
 
@@ -454,11 +432,6 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     assert (exported.compared_with, exported.scheme) == (source, "4:g32 kv 8")
 
 
-def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):
-    with pytest.raises(diffquant.DiffQuantError, match="has a fixed precision: leave out the recipe"):
-        run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
-
-
 def test_an_export_that_is_replaced_during_a_sweep_is_not_recorded(plain, source, tmp_path, monkeypatch):
     folder = tmp_path / "onnx"
     shutil.copytree(plain, folder)
@@ -488,15 +461,6 @@ def test_an_export_that_changed_is_not_run(plain, tmp_path, name):
     run = CliRunner().invoke(cli.app, ["run", str(folder), "--prompt", PROMPT])
     assert isinstance(run.exception, CheckpointError)
     assert f"{name} changed since export" in str(run.exception)
-
-
-def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(plain, folder)
-    with (folder / "model.onnx.data").open("r+b") as data:
-        data.write(b"\1\2\3")
-    with pytest.raises(diffquant.DiffQuantError, match=r"model\.onnx\.data changed since export"):
-        run_sweep([folder], SweepOptions(), tmp_path / "sweep", runtime_of=runtime_of)
 
 
 def test_onnx_runtime_reports_to_nobody_what_it_runs(tmp_path):
