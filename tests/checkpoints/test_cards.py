@@ -44,11 +44,7 @@ def test_licence_and_base_go_along_from_verb_to_verb(tmp_path):
         "base_model": "org/base",
     }
     converted = front_matter(tmp_path / "diff")
-    assert converted == {
-        "library_name": "transformers",
-        **terms,
-        "tags": ["diffquant", "differential-transformer"],
-    }
+    assert converted == {"library_name": "transformers", **terms, "tags": ["diffquant", "differential-transformer"]}
     made = quantized(tmp_path / "diff", tmp_path / "low")
     assert {key: made[key] for key in terms} == terms
     assert made["base_model_relation"] == "quantized"
@@ -117,14 +113,3 @@ def test_a_card_that_links_out_of_the_folder_is_not_followed(tmp_path):
     (llama / "README.md").symlink_to(tmp_path / "private.md")
     with pytest.raises(CheckpointError, match=r"README\.md"):
         quantized(llama, tmp_path / "low")
-
-
-def test_a_gguf_file_states_its_licence_in_its_metadata():
-    stated = {
-        "general.license": "cc-by-nc-4.0",
-        "general.languages": ["en"],
-        "general.base_model.0.repo_url": "https://huggingface.co/org/base",
-        "general.name": "A name",
-    }
-    expected = {"license": "cc-by-nc-4.0", "language": ["en"], "base_model": "org/base"}
-    assert gguf_front_matter(stated) == expected

@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
-from diffquant.errors import CheckpointError, NonFiniteError, OutputExistsError, UsageError
+from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from tests.support.checkpoints import contents, write_diffllama, write_llama, write_random
+from tests.support.checkpoints import contents, set_number, write_diffllama, write_llama, write_random
 from tests.support.gguf_files import write_gguf
 
 HEAD = 8
@@ -131,21 +131,10 @@ def test_a_llama_becomes_a_diff_v2_whose_maps_start_equal(tmp_path, kv_heads, bi
 
 def test_a_doubling_that_overflows_float16_is_refused(tmp_path):
     source = write_llama(tmp_path / "llama", dtype=torch.float16)
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = 4e4
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    set_number(source, "model.layers.1.self_attn.o_proj.weight", (0, 0), 4e4)
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.o_proj\.weight has values up to 8.*overflow"):
         convert(source, tmp_path / "out", "diff-v2")
     assert [entry.name for entry in tmp_path.iterdir()] == ["llama"]
-
-
-def test_nan_is_named(tmp_path):
-    source = write_llama(tmp_path / "llama")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.weight"][9] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NonFiniteError, match=r"model\.norm\.weight"):
-        convert(source, tmp_path / "out", "diff-v2")
 
 
 def test_other_ways_are_refused_with_those_that_exist(tmp_path):
@@ -223,11 +212,3 @@ def test_a_gguf_without_a_tokenizer_is_refused_before_work(tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match=r"cannot read the tokenizer in .*tiny\.gguf"):
         convert(tmp_path / "tiny.gguf", tmp_path / "out", "diff-v2")
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_special_tokens_that_cannot_be_read_are_refused_before_anything_is_written(tmp_path):
-    source = write_llama(tmp_path / "source")
-    (source / "generation_config.json").write_text('{"bos_token_id": {}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        convert(source, tmp_path / "out", "diff-v2")
-    assert not (tmp_path / "out").exists()

@@ -163,15 +163,8 @@ def test_a_group_that_is_not_there_is_named(tmp_path, group, shown):
 
 def test_a_gpt2_has_its_conv1d_back(tmp_path):
     """Libraries pack a Conv1D as the Linear that computes the same; transformers keeps it the other way round."""
-    sizes = {
-        "vocab_size": 90,
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes = {"vocab_size": 90, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(**sizes))
     model.save_pretrained(tmp_path / "packed")
     tensors, generator = load_file(tmp_path / "packed/model.safetensors"), np.random.default_rng(7)

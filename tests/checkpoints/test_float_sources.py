@@ -53,12 +53,7 @@ FOLDERS = {
         STATIC4,
         "NVFP4",
     ),
-    "mxfp4": (
-        "mxfp4-pack-quantized",
-        weights("group", 4, group_size=32, scale_dtype="torch.uint8"),
-        ROUNDED,
-        "MXFP4",
-    ),
+    "mxfp4": ("mxfp4-pack-quantized", weights("group", 4, group_size=32, scale_dtype="torch.uint8"), ROUNDED, "MXFP4"),
     "mxfp8": ("mxfp8-quantized", weights("group", group_size=32, scale_dtype="torch.uint8"), ROUNDED, "MXFP8"),
     "int8": ("int-quantized", weights(kind="int"), ROUNDED, "int8 per channel"),
     "int8 with zero points": ("int-quantized", weights(kind="int", symmetric=False), ROUNDED, "int8 per channel"),
@@ -112,11 +107,9 @@ def random_state(weight, stated, generator):
     """A weight with scales, and zero points where it has them, of the shapes that compressed-tensors observes."""
     rows, width = weight.shape
     block = stated.get("block_structure", [1, 1])
-    shape = {
-        "tensor": (1,),
-        "channel": (rows, 1),
-        "block": (-(-rows // block[0]), -(-width // block[1])),
-    }.get(stated["strategy"], (rows, width // stated.get("group_size", width)))
+    shape = {"tensor": (1,), "channel": (rows, 1), "block": (-(-rows // block[0]), -(-width // block[1]))}.get(
+        stated["strategy"], (rows, width // stated.get("group_size", width))
+    )
     state = {"weight": weight}
     scale = torch.rand(shape, generator=generator) * 0.01 + 0.002
     if stated.get("scale_dtype") == "torch.uint8":
@@ -178,13 +171,6 @@ def test_transforms_that_engines_compute_are_refused(tmp_path, kind, location):
             open_source(tmp_path / "packed")
     else:
         open_source(tmp_path / "packed")
-
-
-@in_one_test("config", [{}, {"config_groups": {}}, None])
-def test_no_transforms_are_none(tmp_path, config):
-    write_folder(tmp_path / "packed", "int8")
-    edit_entry(tmp_path / "packed", transform_config=config)
-    open_source(tmp_path / "packed")
 
 
 @in_one_test("config", [{"config_groups": ["R4"]}, "hadamard", {"config_groups": {"R4": {"apply": {}}}}])
@@ -425,11 +411,7 @@ def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tm
             {f"{UP}.weight_scale_2": torch.ones(7)},
             r"weight_scale_2 is \[7\], expected one number, or one per expert",
         ),
-        (
-            {},
-            {f"{UP}.pre_quant_scale": torch.ones(64)},
-            rf"{UP}\.weight has a pre_quant_scale, which is not supported",
-        ),
+        ({}, {f"{UP}.pre_quant_scale": torch.ones(64)}, rf"{UP}\.weight has a pre_quant_scale, which is not supported"),
         ({}, {f"{UP}.weight_scale": None}, rf"{UP}\.weight is torch\.uint8, and its scales are missing"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 
 from diffquant.checkpoints.hub import check_pushable, local_path
 from diffquant.checkpoints.source import open_source
@@ -199,15 +199,3 @@ def test_a_name_that_the_hub_cannot_have_is_refused_before_it_is_asked(name):
 def test_a_name_that_the_hub_can_have_is_asked_for(tmp_path, monkeypatch, name):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: validate_repo_id(model) or tmp_path)
     assert local_path(Path(name)) == tmp_path
-
-
-def test_bars_of_progress_are_for_terminals(tmp_path, monkeypatch):
-    fetched = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: fetched.append(model) or tmp_path)
-    enable_progress_bars()
-    try:
-        assert local_path(Path("someone/tiny")) == tmp_path
-        assert fetched == ["someone/tiny"]
-        assert are_progress_bars_disabled()
-    finally:
-        enable_progress_bars()

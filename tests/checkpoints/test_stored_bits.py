@@ -18,7 +18,6 @@ from diffquant.quantization.loading import load
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.reports.tables import compare_size
 from tests.support.checkpoints import write_checkpoint, write_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.tables import in_one_test
@@ -33,10 +32,6 @@ def written(folder):
         nbytes += file.stat().st_size - 8 - length
         entries |= {name: entry for name, entry in header.items() if name != "__metadata__"}
     return entries, nbytes
-
-
-def numel(shape):
-    return torch.Size(shape).numel()
 
 
 def packed_bits(folder, entries):
@@ -90,15 +85,6 @@ def test_sixteen_bits_are_two_bytes_a_weight_whatever_the_source(source):
     opened = open_source(source)
     weights = sum(p.numel() for p in load(opened).parameters())
     assert weight_bytes(opened, Recipe()) == 2 * weights == inspect_checkpoint(opened).sizes["16"]
-
-
-@pytest.mark.parametrize("scheme", ["4:g32", "8:g32"])
-def test_half_a_bit_of_scales_comes_to_groups_of_32_from_any_source(source, tmp_path, scheme):
-    quantize(source, tmp_path / "out", Recipe.of(weights=scheme))
-    entries, _ = written(tmp_path / "out")
-    shapes = sum(16 * 8 for name in entries if name.endswith(SHAPE))
-    weights = sum(32 * numel(e["shape"]) for name, e in entries.items() if name.endswith(SCALE))
-    assert packed_bits(tmp_path / "out", entries) == pytest.approx(int(scheme[0]) + 0.5 + shapes / weights)
 
 
 def test_inspect_foresees_what_quantize_writes(source, tmp_path):
@@ -173,11 +159,3 @@ def test_a_dtype_that_is_asked_for_is_that_of_the_matrices_alone(tmp_path):
     lost = [(after[n].double() - before[n].double(), before[n].double()) for n in after if "mlp" in n or "embed" in n]
     error = (sum(e.square().sum() for e, _ in lost) / sum(b.square().sum() for _, b in lost)).sqrt().item()
     assert report.rounding_error == pytest.approx(error, rel=0.05)
-
-
-def test_sizes_stand_beside_the_source_and_beside_16_bits_once():
-    assert compare_size(25_000_000, 200_000_000, 100_000_000) == "25.0 MB, 12.5% of the source's 200.0 MB"
-    assert (
-        compare_size(60_000_000, 50_000_000, 100_000_000)
-        == "60.0 MB, 120.0% of the source's 50.0 MB and 30.0% of 16 bits' 200.0 MB"
-    )

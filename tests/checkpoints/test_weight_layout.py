@@ -42,10 +42,7 @@ OF_LINEARS = {
     "BertLMHeadModel": WIDE | {"intermediate_size": 96, "is_decoder": True},
 }
 NEMOTRON = LLAMA | {"layers_block_type": ["moe"], "n_routed_experts": 2, "moe_intermediate_size": 96}
-EXPERTS_FIRST = {
-    "GptOssForCausalLM": EXPERTS,
-    "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 96},
-}
+EXPERTS_FIRST = {"GptOssForCausalLM": EXPERTS, "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 96}}
 
 
 def random_model(name, sizes):

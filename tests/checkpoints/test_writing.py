@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from diffquant.checkpoints import atomic_folder, staging
 from diffquant.checkpoints.atomic_folder import RECORD, partial_folder, stage_output
-from diffquant.checkpoints.row_stream import map_in_order, open_workers, row_blocks, shard_names
+from diffquant.checkpoints.row_stream import map_in_order, open_workers, row_blocks
 from diffquant.checkpoints.writer import OutputTensor, ShardFile
 from diffquant.errors import DiffQuantError
 from tests.support.tables import in_one_test
@@ -77,11 +77,6 @@ def test_blocks_cover_every_row_once():
     assert list(row_blocks(3, 0)) == [(0, 3)]
 
 
-def test_one_file_has_the_single_name_and_several_are_numbered_from_1():
-    assert shard_names(1) == ["model.safetensors"]
-    assert shard_names(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-
-
 TENSORS = (
     OutputTensor("bytes", torch.uint8, (3,)),
     OutputTensor("wide", torch.float64, (2, 5)),
@@ -115,12 +110,6 @@ def test_a_file_has_its_size_before_its_content(tmp_path):
     assert {name: tensor.count_nonzero() for name, tensor in load_file(tmp_path / "a.safetensors").items()} == {
         tensor.name: 0 for tensor in TENSORS
     }
-
-
-def test_tensors_are_aligned_to_their_own_type(tmp_path):
-    with closing(ShardFile(tmp_path / "a.safetensors", TENSORS)) as file:
-        starts = file._starts
-    assert all(starts[tensor.name] % tensor.dtype.itemsize == 0 for tensor in TENSORS)
 
 
 def test_a_file_that_cannot_be_made_is_closed(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from diffquant.model.adapters import adapter_for
 from tests.support import models
@@ -74,7 +74,7 @@ PHI4FLASH: dict[str, dict[str, Any]] = {
 # V3's two gates and Motif-3's output gate, which no public source has together: two pairs share a noise head.
 _GATED = {"pairs": 4, "kv_pairs": 2, "head_dim": 16, "value_dim": 16, "shared_k": True, "lam": "two-gates"}
 NATIVE: dict[str, dict[str, Any]] = {
-    "gated": SIZES | {"model_type": "diff_transformer", "spec": _GATED | {"signals_per_noise": 2, "output_gate": True}},
+    "gated": SIZES | {"model_type": "diff_transformer", "spec": _GATED | {"signals_per_noise": 2, "output_gate": True}}
 }
 # Both kinds of layers, dense ones and experts; no two sizes are alike, and texts of a few tokens reach beyond a window.
 MOTIF3: dict[str, Any] = SIZES | {
@@ -175,6 +175,14 @@ def write_random(folder: Path, config: dict[str, Any], dtype: torch.dtype = torc
 def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of each file of a folder, by name."""
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def set_number(folder: Path, name: str, place: tuple[int, ...], value: float) -> None:
+    """Replace one number of a tensor in a checkpoint of one file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][place] = value
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def edit_json(file: Path, **changes: Any) -> None:
