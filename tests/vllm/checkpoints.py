@@ -9,11 +9,7 @@ FAMILY = ["diffllama", *UNILM, *MOTIF, *NATIVE]
 # Those whose decoders are diffquant's own, and what vLLM is asked for to serve them.
 OWN: dict[str, dict[str, Any]] = {
     "phi4flash": {},
-    "motif3": {
-        "attention_backend": "CPU_MLA",
-        "enable_prefix_caching": False,
-        "enable_chunked_prefill": False,
-    },
+    "motif3": {"attention_backend": "CPU_MLA", "enable_prefix_caching": False, "enable_chunked_prefill": False},
 }
 # Models that were trained, since low bits say little of random ones.
 KINDS = ("prose-diff-v1", "prose-diff-v2")
