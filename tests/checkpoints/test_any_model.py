@@ -25,15 +25,8 @@ from tests.support.packed_folders import edit_tensors
 from tests.support.tables import in_one_test
 from tests.support.unknown_model import linears, write_unknown
 
-_SEQ2SEQ = {
-    "vocab_size": 96,
-    "d_model": 64,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "decoder_start_token_id": 0,
-}
+_SEQ2SEQ = {"vocab_size": 96, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64}
+_SEQ2SEQ |= {"decoder_ffn_dim": 64, "decoder_start_token_id": 0}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KILLING_RUN = """
 import os, signal, sys

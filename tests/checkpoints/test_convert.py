@@ -17,16 +17,8 @@ from tests.support.checkpoints import contents, set_number, write_diffllama, wri
 from tests.support.gguf_files import write_gguf
 
 HEAD = 8
-UNILM_V1 = {
-    "model_type": "diff_v1",
-    "vocab_size": 20,
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "head_dim": HEAD,
-    "rms_norm_eps": 1e-5,
-}
+UNILM_V1 = {"model_type": "diff_v1", "vocab_size": 20, "hidden_size": 48, "intermediate_size": 56}
+UNILM_V1 |= {"num_hidden_layers": 2, "num_attention_heads": 12, "head_dim": HEAD, "rms_norm_eps": 1e-5}
 
 
 def angles(length):

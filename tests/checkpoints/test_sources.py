@@ -20,17 +20,9 @@ from tests.support.thorough import sampled
 
 TEXT = data.books_text()[5000:5400]
 # Widths that no power of two divides, three KV pairs, groups of 3 signal heads.
-AWKWARD = {
-    "vocab_size": tiny_lm.WORDS,
-    "hidden_size": 144,
-    "intermediate_size": 208,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 6,
-    "head_dim": 16,
-    "max_position_embeddings": 224,
-    "initializer_range": 0.1,
-}
+AWKWARD = {"vocab_size": tiny_lm.WORDS, "hidden_size": 144, "intermediate_size": 208, "num_hidden_layers": 3}
+AWKWARD |= {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 16, "max_position_embeddings": 224}
+AWKWARD |= {"initializer_range": 0.1}
 SOURCES = {
     "diffllama": {},
     "llama": {"num_attention_heads": 9, "num_key_value_heads": 3, "attention_bias": True},

@@ -22,14 +22,8 @@ from tests.support.thorough import sampled
 PROMPT = "It was a dark and stormy night, and the"
 SIZES = {"vocab_size": tiny_lm.WORDS, "max_position_embeddings": 96}
 # Widths that groups of 16 divide, and rows of a cache that GroupQueryAttention takes.
-LATENTS = SIZES | {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-}
+LATENTS = SIZES | {"hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 16, "q_lora_rank": 32}
+LATENTS |= {"kv_lora_rank": 32, "qk_rope_head_dim": 8}
 OWN_DECODERS = ["phi4flash", "motif3"]
 FAMILIES = [*OWN_DECODERS, "gated"]
 LOW = {"kv_bits": 8, "accuracy_level": 1}

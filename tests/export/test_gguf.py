@@ -24,19 +24,9 @@ from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.models import random_llama
 from tests.support.tiny_lm import tokenizer
 
-SIZES = {
-    "vocab_size": 400,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+SIZES = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+SIZES |= {"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1}
 IDS = torch.randint(0, 400, (1, 40), generator=torch.Generator().manual_seed(0))
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 RECORD = json.loads(lzma.decompress(RECORDED.read_bytes()))["tokens"]

@@ -21,15 +21,8 @@ _UNILM = SIZES | {
     "tie_word_embeddings": True,
 }
 # All that a config of unilm's has to give.
-TWO_LAYERS: dict[str, Any] = {
-    "vocab_size": 90,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-}
+TWO_LAYERS: dict[str, Any] = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TWO_LAYERS |= {"num_attention_heads": 8, "head_dim": 16, "rms_norm_eps": 1e-5}
 UNILM: dict[str, dict[str, Any]] = {
     "unilm-v1": _UNILM | {"model_type": "diff_v1"},
     "unilm-v1-plain": _UNILM
@@ -77,59 +70,21 @@ NATIVE: dict[str, dict[str, Any]] = {
     "gated": SIZES | {"model_type": "diff_transformer", "spec": _GATED | {"signals_per_noise": 2, "output_gate": True}}
 }
 # Both kinds of layers, dense ones and experts; no two sizes are alike, and texts of a few tokens reach beyond a window.
-MOTIF3: dict[str, Any] = SIZES | {
-    "model_type": "Motif",
-    "architectures": ["MotifForCausalLM"],
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 10,
-    "num_key_value_heads": 2,
-    "num_noise_heads": 2,
-    "head_dim": 12,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "q_lora_rank": 14,
-    "kv_lora_rank": 10,
-    "attention_cls": "gdla",
-    "diff_v2": True,
-    "elementwise_attn_output_gate": True,
-    "moe_intermediate_size": 7,
-    "num_experts": 6,
-    "experts_top_k": 2,
-    "num_shared_experts": 1,
-    "n_dense_first_layers": 1,
-    "score_func": "sigmoid",
-    "route_norm": True,
-    "route_scale": 2.0,
-    "load_balance_coeff": 1e-4,
-    "hidden_act": "poly_norm",
-    "polynorm_output_scale": 0.5,
-    "polynorm_output_scale_per_layer": {"3": 0.75},
-    "polynorm_bias_clamp": 0.125,
-    "hidden_clamp": 1e6,
-    "rms_norm_eps": 1e-5,
-    "mhc_enabled": True,
-    "mhc_expansion_rate": 3,
-    "use_sliding_window": True,
-    "sliding_window": 2,
-    "sliding_window_period": 2,
-    "swa_rope_theta": 5000.0,
-    "max_position_embeddings": 64,
-    "original_seq_len": 4,
-    "rope_factor": 8,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 8,
-        "original_max_position_embeddings": 4,
-        "beta_fast": 2,
-        "beta_slow": 0.01,
-        "rope_theta": 100.0,
-        "apply_yarn_scaling": False,
-    },
-    "num_nextn_predict_layers": 1,
-    "tie_word_embeddings": False,
-}
+MOTIF3: dict[str, Any] = SIZES | json.loads("""{
+ "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 5, "num_attention_heads": 10,
+ "max_position_embeddings": 64, "model_type": "Motif", "architectures": ["MotifForCausalLM"], "num_noise_heads": 2,
+ "head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": 14, "kv_lora_rank": 10,
+ "attention_cls": "gdla", "diff_v2": true, "elementwise_attn_output_gate": true, "moe_intermediate_size": 7,
+ "num_experts": 6, "experts_top_k": 2, "num_shared_experts": 1, "n_dense_first_layers": 1, "score_func": "sigmoid",
+ "route_norm": true, "route_scale": 2.0, "load_balance_coeff": 0.0001, "hidden_act": "poly_norm",
+ "polynorm_output_scale": 0.5, "polynorm_output_scale_per_layer": {"3": 0.75}, "polynorm_bias_clamp": 0.125,
+ "hidden_clamp": 1000000.0, "rms_norm_eps": 1e-05, "mhc_enabled": true, "mhc_expansion_rate": 3,
+ "use_sliding_window": true, "sliding_window": 2, "sliding_window_period": 2, "swa_rope_theta": 5000.0,
+ "original_seq_len": 4, "rope_factor": 8,
+ "rope_scaling": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 4,
+  "beta_fast": 2, "beta_slow": 0.01, "rope_theta": 100.0, "apply_yarn_scaling": false},
+ "num_nextn_predict_layers": 1, "tie_word_embeddings": false
+}""")
 SOURCES = ["diffllama", "llama", *UNILM, *MOTIF, *NATIVE]
 
 
