@@ -105,18 +105,6 @@ def test_each_expert_is_rounded_as_it_would_be_alone(tmp_path, source, text, rou
         assert (decoded - expert.float()).square().mean() < 0.02 * expert.float().square().mean()
 
 
-def test_config_names_what_is_packed_and_what_a_loader_must_leave(tmp_path, source):
-    quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    before = json.loads((source / "config.json").read_text())
-    assert before.items() <= config.items()
-    assert open_weights(tmp_path / "out").packed.keys() == packed_modules_of(tmp_path / "out")
-    ignored = config["quantization_config"]["ignore"]
-    assert "lm_head" in ignored
-    assert any("router" in pattern for pattern in ignored)
-    assert any("wq_b_gate" in pattern for pattern in ignored)
-
-
 def test_other_rules_do_not_take_over_a_killed_runs_shards(tmp_path):
     write_unknown(tmp_path / "source", shards=4)
     subprocess.run([sys.executable, "-c", KILLING_RUN, tmp_path / "source", tmp_path / "out"], check=False)
@@ -219,14 +207,6 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path, source):
         refused(source, Recipe.of(weights="4:g32"), PackingRules.read(keep=("*",)))
 
 
-def test_tensors_that_groups_do_not_fit_are_counted_with_their_widths(source):
-    with pytest.raises(
-        GroupSizeError,
-        match=r"size 64 does not divide .* of 11 tensors, such as .*0\.mlp\.down_proj.* widths are 32, 96, 160",
-    ):
-        refused(source, Recipe.of(weights="4:g64"))
-
-
 def test_one_scale_for_all_experts_is_refused(source):
     with pytest.raises(UsageError, match=r"span all experts of .*experts\.gate_up_proj.*; use a group"):
         refused(source, Recipe.of(weights="8:tensor"))
@@ -266,15 +246,6 @@ def test_embeddings_that_are_called_shared_are_no_linears(tmp_path, config):
     plan = plan_quantization(open_weights(tmp_path / "source"), Recipe.of(weights="8:row"))
     of_transformers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     assert set(plan.schemes) == of_transformers - {"lm_head"}
-
-
-def test_embeddings_that_are_called_shared_open_in_transformers_as_they_were(tmp_path):
-    model = AutoModelForSeq2SeqLM.from_config(BartConfig(**_SEQ2SEQ))
-    model.save_pretrained(tmp_path / "source")
-    quantize(open_weights(tmp_path / "source"), tmp_path / "out", Recipe.of(weights="8:row"))
-    opened, found = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert (found["missing_keys"], found["unexpected_keys"]) == (set(), set())
-    assert torch.equal(opened.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
 @in_one_test("name", ["gpt_neox.embed_in", "transformer.wte", "model.language_model.embed_tokens", "shared"])

@@ -253,7 +253,7 @@ def quantize_by_gptq(model, output, *options, **environment):
 
 def test_the_command_line_takes_a_dataset_offline(hub, model, tmp_path):
     places = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
-    options = "someone/chats:short:train --samples 4 --sequence-length 32".split()
+    options = ["someone/chats:short:train", "--samples", "4", "--sequence-length", "32"]
     done = quantize_by_gptq(model, tmp_path / "low", *options, HF_HUB_OFFLINE="1", **places)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "low/diffquant.json").read_text())["rounding"]

@@ -1,11 +1,9 @@
 """Front matter of model cards, as huggingface_hub reads it."""
 
-import pytest
 from huggingface_hub import ModelCard
 
 import diffquant
 from diffquant.checkpoints.side_files import gguf_front_matter, read_front_matter
-from diffquant.errors import CheckpointError
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_llama
 from tests.support.tables import in_one_test
@@ -104,12 +102,3 @@ def test_the_licence_of_a_card_that_cannot_be_read_is_unknown(tmp_path, text):
 def test_a_source_without_a_card_has_no_licence(tmp_path):
     made = quantized(write_llama(tmp_path / "llama", num_hidden_layers=1), tmp_path / "low")
     assert made.keys() == {"library_name", "tags"}
-
-
-def test_a_card_that_links_out_of_the_folder_is_not_followed(tmp_path):
-    llama = write_llama(tmp_path / "llama", num_hidden_layers=1)
-    (tmp_path / "private.md").write_text(NON_COMMERCIAL)
-    (llama / "README.md").unlink(missing_ok=True)
-    (llama / "README.md").symlink_to(tmp_path / "private.md")
-    with pytest.raises(CheckpointError, match=r"README\.md"):
-        quantized(llama, tmp_path / "low")

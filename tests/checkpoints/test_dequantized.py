@@ -15,12 +15,11 @@ from transformers.pytorch_utils import Conv1D
 import diffquant
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.errors import CheckpointError
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.serving.plan import plan_server
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.packed_folders import edit_entry, edit_tensors, pack_gptq, write_packed
@@ -124,13 +123,6 @@ def test_a_conversion_computes_the_same_and_remembers(folder, tmp_path):
     wanted = load(folder, dtype=torch.float32)(ids).logits
     torch.testing.assert_close(load(tmp_path / "diff")(ids).logits, wanted, rtol=0, atol=1e-4)
     assert open_checkpoint(tmp_path / "diff").rounded_as == open_checkpoint(folder).rounded_as
-
-
-def test_a_packed_folder_is_served_as_one_of_16_bits(folder, monkeypatch):
-    monkeypatch.setattr("diffquant.serving.plan.check_installed", lambda implementation: None)
-    asked = {"host": "127.0.0.1", "port": 8000, "context": None, "cache": "16", "dtype": None, "ranks": 1}
-    with pytest.raises(UsageError, match=r"diffquant quantize .* --weights 16"):
-        plan_server(folder, implementation="plugin", memory=None, **asked)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json
-from tests.support.models import random_llama
 from tests.support.oracles import agrees
 from tests.support.packed_folders import edit_tensors
 from tests.support.tables import in_one_test
@@ -48,28 +47,12 @@ OWN = ["e5m2:channel", "e5m2:b32", "mxfp8_e5m2", "mxfp6_e3m2"]
 MODULE = "model.layers.1.mlp.down_proj"
 
 
-def write_llama(folder, dtype=torch.bfloat16, width=64):
-    model = random_llama(
-        0,
-        vocab_size=tiny_lm.WORDS,
-        hidden_size=width,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-    )
-    model.to(dtype).save_pretrained(folder)
-    tiny_lm.tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("llama") / "bf16")
+    folder = tmp_path_factory.mktemp("llama") / "bf16"
+    tiny_lm.llama(**tiny_lm.WIDER).to(torch.bfloat16).save_pretrained(folder)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    return folder
 
 
 def stock(folder):

@@ -147,6 +147,14 @@ def test_a_type_that_gguf_does_not_know_is_named(tiny):
         GgufCheckpoint(tiny)
 
 
+def test_a_type_that_is_not_dequantized_is_named(tiny, monkeypatch):
+    monkeypatch.setattr(gguf_format, "_is_dequantized", lambda kind: kind.name != "Q8_0")
+    with pytest.raises(
+        CheckpointError, match=r"cannot dequantize these types: output\.weight is Q8_0, .* and \d+ more"
+    ):
+        GgufCheckpoint(tiny)
+
+
 def test_a_tensor_that_no_llama_has_is_refused(tmp_path, monkeypatch):
     add = GGUFWriter.add_tensor
 

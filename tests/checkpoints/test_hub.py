@@ -115,25 +115,21 @@ print(AutoModelForCausalLM.from_pretrained({MODEL!r}, revision="v2").config.rms_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
+    ("model", "environment", "message"),
     sampled(
         [
-            (
-                ["inspect", "someone/nothing"],
-                {},
-                "someone/nothing is neither a local folder or .gguf file nor on the hub",
-            ),
-            (["inspect", "someone/gated"], {}, "someone/gated is gated: accept its terms on the hub"),
-            (["inspect", MODEL], {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
-            (["inspect", MODEL], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
+            ("someone/nothing", {}, "someone/nothing is neither a local folder or .gguf file nor on the hub"),
+            ("someone/gated", {}, "someone/gated is gated: accept its terms on the hub"),
+            (MODEL, {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
+            (MODEL, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
         ],
         2,
     ),
     ids=["unknown", "gated", "offline", "unreachable"],
 )
-def test_what_the_hub_does_not_give_is_one_line(run, hub, arguments, environment, message):
+def test_what_the_hub_does_not_give_is_one_line(run, hub, model, environment, message):
     hub.gated.add("someone/gated")
-    code, out, err = run(*arguments, **environment)
+    code, out, err = run("inspect", model, **environment)
     assert (code, out) == (1, "")
     assert message in err
     assert len(err.splitlines()) == 1

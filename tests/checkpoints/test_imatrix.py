@@ -249,6 +249,13 @@ def test_experts_in_one_tensor_are_refused(tmp_path, measured):
         diffquant.quantize(tmp_path / "mixture", tmp_path / "low", "4:g32", imatrix=measured)
 
 
+def test_an_imatrix_is_the_name_of_a_file_in_a_recipe_and_a_path_in_python():
+    with pytest.raises(UsageError, match="imatrix must be the name of a file, got 7"):
+        RoundingSettings.parse({"name": "mse", "imatrix": 7})
+    with pytest.raises(UsageError, match="imatrix must be the Path of a file, got 'imatrix"):
+        RoundingSettings("mse", imatrix="imatrix.gguf")
+
+
 def test_entries_that_do_not_fit_are_named(llama, measured, tmp_path, caplog):
     means = in_gguf(measured)
     file = tmp_path / "imatrix.dat"

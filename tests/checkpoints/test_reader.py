@@ -171,13 +171,6 @@ def test_an_adapter_beside_the_weights_is_refused_and_not_left_out(sharded):
         open_checkpoint(sharded)
 
 
-def test_pickles_are_not_opened(tmp_path):
-    write_diffllama(tmp_path / "model")
-    (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin are pickles"):
-        open_checkpoint(tmp_path / "model")
-
-
 def test_a_path_that_leads_nowhere_hears_of_what_is_called_nearly_so(tmp_path):
     (tmp_path / "needle-diff-v1").mkdir()
     with pytest.raises(CheckpointError, match=r"did you mean .*needle-diff-v1\? give the name of a model on the hub"):

@@ -8,9 +8,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from diffquant import data
 from diffquant.checkpoints.tokenizer import explain_class_difference, load_tokenizer
-from diffquant.onnx.exporter import export
-from diffquant.quantization.quantize import quantize
-from diffquant.recipe import Recipe
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.tables import in_one_test
@@ -156,13 +153,6 @@ def llama(tmp_path):
     tokenizer.save(str(folder / "tokenizer.json"))
     edit_json(folder / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     return folder
-
-
-def test_the_file_goes_along_byte_for_byte(tmp_path, llama):
-    quantize(llama, tmp_path / "quantized", Recipe.of(weights="8:row"))
-    export(tmp_path / "quantized", tmp_path / "exported")
-    for folder in ("quantized", "exported"):
-        assert (tmp_path / folder / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
 
 
 def test_a_model_whose_dtype_transformers_cannot_read_has_a_tokenizer_all_the_same(llama):

@@ -45,7 +45,7 @@ def test_a_checkpoints_python_is_not_run_though_someone_would_say_yes(copied, tm
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "LICENSE", "notes.txt", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("name", ["config.json", "LICENSE", "notes.txt", "tokenizer.json", "README.md"])
 def test_a_link_out_of_the_folder_is_not_followed(copied, tmp_path, name):
     secret = tmp_path / "secret"
     secret.write_text("{}")

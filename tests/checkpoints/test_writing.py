@@ -36,15 +36,6 @@ def test_results_come_in_the_order_of_their_tasks_whichever_ends_first():
         assert list(map_in_order(pool, work, ((number,) for number in range(200)))) == list(range(200))
 
 
-def test_few_tasks_are_under_way_while_nobody_takes_results():
-    started = []
-    with ThreadPoolExecutor(2) as pool:
-        results = map_in_order(pool, started.append, ((number,) for number in range(50)), ahead=5)
-        next(results)
-        results.close()
-    assert len(started) <= 5 + 1
-
-
 def test_after_an_error_no_task_is_left_running():
     running = []
 
@@ -143,12 +134,6 @@ def test_what_an_interrupted_run_wrote_needs_no_room_again(tmp_path, monkeypatch
         with stage_output(tmp_path / "out", {}, nbytes, overwrite=False) as staging:
             (staging.folder / "config.json").write_text("{}")
         assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "diffquant.json"]
-
-
-def test_free_bytes_are_those_of_the_nearest_folder_that_exists(tmp_path):
-    found = atomic_folder._free_bytes(tmp_path / "not" / "there" / "yet")
-    there = os.statvfs(tmp_path)
-    assert found == pytest.approx(there.f_bavail * there.f_frsize, rel=0.01)
 
 
 def test_all_of_an_output_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):

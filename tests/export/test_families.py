@@ -112,13 +112,10 @@ def test_states_and_latents_pass_through_onnxruntime_genai(own_decoder, tmp_path
     assert made == wanted[: len(made)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    sampled(
-        [{"portable": True}, {"cache": False}, {"dtype": "float16"}, {"logits": "6:row"}, {"logits": "6:tensor"}], 3
-    ),
-    ids=lambda options: " ".join(map(str, *options.items())),
-)
+FORMS = [{"portable": True}, {"cache": False}, {"dtype": "float16"}, {"logits": "6:row"}, {"logits": "6:tensor"}]
+
+
+@pytest.mark.parametrize("options", sampled(FORMS, 3), ids=str)
 def test_other_forms_of_states_and_windows_are_proved(options, phi, tmp_path):
     assert verify(exported(phi, tmp_path / "out", **options), phi).passed
 

@@ -68,15 +68,6 @@ def test_heads_wider_than_what_is_read_at_once(kernel):
     check_calls(native(kernel, case), case, inputs, past_of(case, 1, 0), 29, 30, atol=1e-4)
 
 
-@pytest.mark.parametrize("generation", [1, 2])
-def test_without_a_past_the_call_stands_alone(kernel, generation):
-    case = Case(generation)
-    inputs = inputs_of(case, 2, 40)
-    output, *present = native(kernel, case, cached=False)(feed(inputs, slice(0, 40), None))
-    assert_close(output, expected(case, inputs, slice(0, 40)))
-    assert present[0].shape == (2, case.kv_pairs, 40, case.row)
-
-
 @pytest.mark.parametrize("window", [1, 5, 40])
 @pytest.mark.parametrize("generation", [1, 2])
 def test_a_window_hides_older_keys(kernel, generation, window):
@@ -360,15 +351,6 @@ def test_rounded_logits_of_shared_noise_heads_equal_naive(kernel, text):
     inputs = on_a_lattice(case, 1, 40)
     output = native(kernel, case)(feed(inputs, slice(0, 40), past_of(case, 1, 0)))[0]
     assert_close(output, expected(case, inputs, slice(0, 40), torch.float32))
-
-
-def test_half_types_take_a_half_output_gate(kernel):
-    case = FAMILY["all-gates"]
-    inputs = inputs_of(case, 1, 33)
-    half = {n: v if n in ("lambda", "signal_gate") else v.astype("f2") for n, v in inputs.items()}
-    output = native(kernel, case, dtype="f2")(feed(half, slice(0, 33), past_of(case, 1, 0, "f2")))[0]
-    wide = {n: v.astype("f4") for n, v in half.items()}
-    assert_close(output, expected(case, wide, slice(0, 33)), atol=2e-2)
 
 
 def test_a_node_of_version_1_is_served(library):

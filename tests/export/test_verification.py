@@ -21,7 +21,7 @@ from diffquant.onnx.graph.plan import static_scales
 from diffquant.onnx.runtime import interface
 from diffquant.onnx.runtime.interface import load_graph
 from diffquant.onnx.runtime.session import OnnxModel
-from diffquant.onnx.verification import passages
+from diffquant.onnx.verification import passages, rounding
 from diffquant.onnx.verification.caches import WHOLE, cache_scales
 from diffquant.onnx.verification.errors import StageErrors, StageNoise, relative_rms, stage_errors
 from diffquant.onnx.verification.passages import iterate_far_calls, past_lengths
@@ -65,6 +65,33 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):
     assert find_runtime_rounding(bits, block) in (round_by_block, round_by_row, leave_unrounded)
+
+
+@in_one_test(
+    ("of_one", "of_many", "found"),
+    [
+        (round_by_block, round_by_block, round_by_block),
+        (round_by_row, round_by_row, round_by_row),
+        (leave_unrounded, leave_unrounded, leave_unrounded),
+        (round_by_block, round_by_row, None),
+        (leave_unrounded, round_by_block, None),
+        (lambda x, block: 1.01 * x, lambda x, block: 1.01 * x, None),
+    ],
+)
+def test_a_rule_is_found_only_where_one_row_and_many_are_rounded_by_it(monkeypatch, of_one, of_many, found):
+    def runtime(x, bits, block):
+        return (of_one if len(x) == 1 else of_many)(x, block)
+
+    monkeypatch.setattr(rounding, "_through_identity", runtime)
+    assert find_runtime_rounding.__wrapped__(4, 16) is found
+
+
+def test_activations_are_rounded_to_127_steps_of_their_blocks_largest():
+    x = torch.tensor([[127.0, 1.4, -0.6, 0.5, 12.7, 0.04, -0.06]])
+    expected = torch.tensor([[127.0, 1.0, -1.0, 0.0, 12.7, 0.0, -0.1]])
+    torch.testing.assert_close(round_by_block(x, 4), expected)
+    torch.testing.assert_close(round_by_row(x, 4), torch.tensor([[127.0, 1.0, -1.0, 0.0, 13.0, 0.0, 0.0]]))
+    assert not round_by_block(torch.zeros(2, 5), 4).any()
 
 
 def test_divergences_are_scipys():
@@ -432,3 +459,13 @@ def test_progress_comes_to_its_end(made, cache):
     # Every route counts as one, and all are done before "done" is said.
     assert shares[-2:] == [1, 1]
     assert [what for *_, what in reported].count("as exported, long context") == 1
+
+
+def test_a_graph_that_cannot_run_at_all_is_an_error_of_the_folder(made, tmp_path):
+    checkpoint, folder = made()
+    planted = PlantedExport.copy(folder, tmp_path / "planted")
+    misshapen = lambda before, after: [onnx.helper.make_node("Reshape", [before, "shape"], [after])]  # noqa: E731
+    planted.behind("logits", misshapen, shape=(7, -1, 5))
+    planted.save()
+    with pytest.raises(CheckpointError, match=r"cannot run .*prefill"):
+        verify(planted.folder, checkpoint, threads=1)

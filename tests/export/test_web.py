@@ -72,15 +72,6 @@ def test_a_later_token_is_rotated_by_its_own_position(pages):
         np.testing.assert_allclose(rest[name], whole[name][:, 16:], rtol=0, atol=2e-5 * np.abs(whole[name]).max())
 
 
-def test_the_tokens_are_those_of_an_export_without_maps(pages, tmp_path):
-    _, folder = pages
-    export(folder.parent / "checkpoint", tmp_path / "plain")
-    ids = random_ids(1, 19).numpy()
-    np.testing.assert_array_equal(
-        outputs_of(folder, ids)[0]["logits"], outputs_of(tmp_path / "plain", ids)[0]["logits"]
-    )
-
-
 def test_what_a_page_cannot_read_is_refused_all_at_once():
     with pytest.raises(UsageError, match=r"float32 KV cache.*is float32.*rounds logits in the page"):
         ExportOptions.parse(web=True, kv_bits=8, dtype="float16", logits="4:row")

@@ -10,60 +10,31 @@ from safetensors.torch import load_file, save_file
 from diffquant.model.adapters import adapter_for
 from tests.support import models
 
-SIZES: dict[str, Any] = models.SIZES | {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-}
-_UNILM = SIZES | {
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": True,
-}
+_FEW = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+SIZES: dict[str, Any] = models.SIZES | _FEW
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_UNILM = SIZES | {"rms_norm_eps": 1e-5, "rope_parameters": _ROPE, "tie_word_embeddings": True}
 # All that a config of unilm's has to give.
 TWO_LAYERS: dict[str, Any] = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TWO_LAYERS |= {"num_attention_heads": 8, "head_dim": 16, "rms_norm_eps": 1e-5}
+_PLAIN = {"gqa_pairing": "plain", "rope_style": "half", "attention_bias": True}
 UNILM: dict[str, dict[str, Any]] = {
     "unilm-v1": _UNILM | {"model_type": "diff_v1"},
-    "unilm-v1-plain": _UNILM
-    | {"model_type": "diff_v1", "gqa_pairing": "plain", "rope_style": "half", "attention_bias": True},
+    "unilm-v1-plain": _UNILM | {"model_type": "diff_v1"} | _PLAIN,
     "unilm-v2": _UNILM | {"model_type": "diff_v2", "tie_word_embeddings": False},
     "unilm-v2-half": _UNILM | {"model_type": "diff_v2", "rope_style": "half", "mlp_bias": True},
 }
+_MOTIF = SIZES | {"model_type": "Motif", "hidden_act": "poly_norm"}
+# Two noise heads that four signal heads share each, over two KV pairs; heads are no share of the width.
+_GROUPS = {"num_attention_heads": 10, "num_noise_heads": 2, "num_key_value_heads": 4, "k_ratio": 1, "head_dim": 12}
 MOTIF: dict[str, dict[str, Any]] = {
-    "motif": SIZES
-    | {
-        "model_type": "Motif",
-        "hidden_act": "poly_norm",
-        "rope_theta": 1e4,
-        "attn_rms_norm_eps": 1e-4,
-        "use_bias": True,
-    },
-    # Two noise heads that four signal heads share each, over two KV pairs; heads are no share of the width.
-    "motif-grouped": SIZES
-    | {
-        "model_type": "motif",
-        "hidden_act": "poly_norm",
-        "num_attention_heads": 10,
-        "num_noise_heads": 2,
-        "num_key_value_heads": 4,
-        "k_ratio": 1,
-        "head_dim": 12,
-    },
+    "motif": _MOTIF | {"rope_theta": 1e4, "attn_rms_norm_eps": 1e-4, "use_bias": True},
+    "motif-grouped": _MOTIF | {"model_type": "motif"} | _GROUPS,
 }
 # All five kinds of layers, a window that texts of a few tokens reach beyond, a convolution of another width.
-PHI4FLASH: dict[str, dict[str, Any]] = {
-    "phi4flash": SIZES
-    | {
-        "model_type": "phi4flash",
-        "num_hidden_layers": 8,
-        "layer_norm_eps": 1e-4,
-        "tie_word_embeddings": True,
-        "sliding_window": 6,
-        "mamba_d_state": 5,
-        "mamba_d_conv": 3,
-    }
-}
+_SAMBA = {"layer_norm_eps": 1e-4, "tie_word_embeddings": True, "sliding_window": 6, "mamba_d_state": 5}
+_SAMBA |= {"mamba_d_conv": 3, "num_hidden_layers": 8}
+PHI4FLASH: dict[str, dict[str, Any]] = {"phi4flash": SIZES | {"model_type": "phi4flash"} | _SAMBA}
 # V3's two gates and Motif-3's output gate, which no public source has together: two pairs share a noise head.
 _GATED = {"pairs": 4, "kv_pairs": 2, "head_dim": 16, "value_dim": 16, "shared_k": True, "lam": "two-gates"}
 NATIVE: dict[str, dict[str, Any]] = {
