@@ -34,13 +34,8 @@ def test_licence_and_base_go_along_from_verb_to_verb(tmp_path):
     llama = write_llama(tmp_path / "llama", num_hidden_layers=1)
     (llama / "README.md").write_text(NON_COMMERCIAL)
     diffquant.convert(llama, tmp_path / "diff", "diff-v2")
-    terms = {
-        "license": "other",
-        "license_name": "research-only",
-        "license_link": "LICENSE",
-        "extra_gated_prompt": "Do you accept?",
-        "base_model": "org/base",
-    }
+    terms = {"license": "other", "license_name": "research-only", "license_link": "LICENSE"}
+    terms |= {"extra_gated_prompt": "Do you accept?", "base_model": "org/base"}
     converted = front_matter(tmp_path / "diff")
     assert converted == {"library_name": "transformers", **terms, "tags": ["diffquant", "differential-transformer"]}
     made = quantized(tmp_path / "diff", tmp_path / "low")

@@ -196,12 +196,8 @@ def test_the_settings_behind_the_divisors_are_found_again(head_dim, factor, orig
 @pytest.mark.parametrize("head_dim", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("original", [64, 100, 1000, 8192])
 def test_other_settings_behind_the_divisors_give_the_same_frequencies(head_dim, original):
-    settings = {
-        "factor": 6.0,
-        "low_freq_factor": 1.7,
-        "high_freq_factor": 3.1,
-        "original_max_position_embeddings": original,
-    }
+    settings = {"factor": 6.0, "low_freq_factor": 1.7, "high_freq_factor": 3.1}
+    settings |= {"original_max_position_embeddings": original}
     divisors = librarys_divisors(settings, head_dim, 10000.0)
     found = rope_parameters({}, np.array(divisors))
     rope_type = found.pop("rope_type")

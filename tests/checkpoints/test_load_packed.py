@@ -57,13 +57,8 @@ def test_weights_of_floats_stay_packed(tmp_path, weights):
 )
 def test_gate_and_up_are_one_layer_where_they_are_packed_alike(tmp_path, weights, overrides, inner, is_one):
     source = tmp_path / "source"
-    config = TWO_LAYERS | {
-        "model_type": "diff_v2",
-        "num_key_value_heads": 2,
-        "mlp_bias": True,
-        "intermediate_size": inner,
-    }
-    write_random(source, config, torch.float32)
+    config = TWO_LAYERS | {"model_type": "diff_v2", "num_key_value_heads": 2, "mlp_bias": True}
+    write_random(source, config | {"intermediate_size": inner}, torch.float32)
     quantize(source, tmp_path / "low", Recipe.of(weights=weights, overrides=overrides))
     packed = load(tmp_path / "low", packed=True)
     mlps = {name.rsplit(".", 1)[-1] for name in packed_layers(packed) if ".mlp." in name}

@@ -83,13 +83,9 @@ def test_stock_transformers_computes_with_our_decoded_weights(tmp_path, text, dt
 
 
 def test_stock_transformers_agrees_on_mixed_overrides_and_a_packed_head(tmp_path, source):
-    overrides = {
-        "*.mlp.*": "6:row",
-        "*.1.self_attn.q_proj": "8:tensor",
-        "*.2.self_attn.o_proj": "16",
-        "lm_head": "8:g16",
-    }
-    quantize(source, tmp_path / "out", Recipe.of(weights="4:g32", overrides=overrides))
+    overrides = {"*.1.self_attn.q_proj": "8:tensor", "*.2.self_attn.o_proj": "16", "lm_head": "8:g16"}
+    recipe = Recipe.of(weights="4:g32", overrides={"*.mlp.*": "6:row"} | overrides)
+    quantize(source, tmp_path / "out", recipe)
     assert_stock_agrees(tmp_path / "out", tmp_path)
     assert "model.layers.2.self_attn.o_proj.weight" in open_checkpoint(tmp_path / "out").tensors
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from itertools import product
 
 import pytest
 import torch
@@ -44,15 +45,8 @@ def packed_bits(folder, entries):
     return 8 * nbytes / sum(int(shape.prod()) for shape in shapes)
 
 
-SOURCES = [
-    ("diffllama", torch.float32),
-    ("diffllama", torch.bfloat16),
-    ("unilm-v2", torch.float16),
-    ("unilm-v2", torch.float32),
-    ("llama", torch.float32),
-    ("llama", torch.bfloat16),
-    ("gguf", torch.float32),
-]
+SOURCES = [*product(["diffllama", "llama"], [torch.float32, torch.bfloat16]), ("gguf", torch.float32)]
+SOURCES += [("unilm-v2", torch.float16), ("unilm-v2", torch.float32)]
 
 
 @pytest.fixture(params=SOURCES, ids=lambda source: f"{source[0]}-{source[1]}")

@@ -15,19 +15,13 @@ _LAYERS = {"phi4flash": 8, "motif3": 2}
 KEPT = Path(__file__).parent / "graphs"
 _ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 # A source and the options of its export.
-GRAPHS = {
-    "diffllama": ("diffllama", {}),
+_PLAIN = ("diffllama", "unilm-v1", "motif", "motif-grouped", "gated", "phi4flash", "motif3")
+GRAPHS = {name: (name, {}) for name in _PLAIN} | {
     "diffllama-quantized": ("diffllama", _ALL),
     "diffllama-portable": ("diffllama", {"portable": True}),
-    "unilm-v1": ("unilm-v1", {}),
     "unilm-v2-logits": ("unilm-v2", {"logits": "8:tensor", **_ALL}),
-    "motif": ("motif", {}),
-    "motif-grouped": ("motif-grouped", {}),
-    "gated": ("gated", {}),
     "gated-web": ("gated", {"web": True}),
-    "phi4flash": ("phi4flash", {}),
     "phi4flash-quantized": ("phi4flash", _ALL),
-    "motif3": ("motif3", {}),
     "motif3-quantized": ("motif3", {"weights": "4:row", "kv_bits": 8}),
     "transformer": ("llama", {}),
     "transformer-8-bit-cache": ("llama", {"kv_bits": 8}),

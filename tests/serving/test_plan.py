@@ -261,11 +261,8 @@ def test_the_vendors_nvfp4_release_is_refused_with_what_to_make_of_it(vllm, tmp_
 @in_one_test(
     ("weights", "layout"),
     [
-        ("nvfp4", "nvfp4-pack-quantized"),
-        ("mxfp4", "mxfp4-pack-quantized"),
-        ("mxfp6", "mxfp6-pack-quantized"),
-        ("mxfp8", "mxfp8-quantized"),
-        ("e4m3:row", "float-quantized"),
+        *((each, f"{each}-pack-quantized") for each in ("nvfp4", "mxfp4", "mxfp6")),
+        *(("mxfp8", "mxfp8-quantized"), ("e4m3:row", "float-quantized")),
     ],
 )
 def test_weights_in_floats_are_refused_naming_their_layout_and_what_to_serve(vllm, tmp_path, weights, layout):
