@@ -131,6 +131,7 @@ KINDS = {
 def test_a_gguf_file_is_converted_in_16_bits_and_exactly_where_it_is_plain(tmp_path, gguf_kind):
     source = write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama"), gguf_kind)
     report = convert(source, tmp_path / "out", "diff-v2")
+    assert (tmp_path / "out/tokenizer.json").exists()
     entries, nbytes = written(tmp_path / "out")
     assert {e["dtype"] for e in entries.values() if len(e["shape"]) == 2} == {KINDS[gguf_kind]}
     assert (report.bytes_before, report.bytes_after) == (source.stat().st_size, nbytes)

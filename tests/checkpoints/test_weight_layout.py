@@ -82,16 +82,6 @@ def test_linears_are_not_taken_for_transposed(tmp_path, name, sizes):
     assert plan_quantization(source, Recipe.of(weights="4:row")).schemes
 
 
-@in_one_test(("name", "sizes"), EXPERTS_FIRST.items())
-def test_experts_that_multiply_from_the_right_are_refused(tmp_path, name, sizes):
-    source = open_weights(write(tmp_path / "model", random_model(name, sizes)))
-    experts = [name for name, info in source.checkpoint.tensors.items() if len(info.shape) == 3]
-    assert experts
-    assert find_transposed(source.checkpoint.tensors) == experts
-    with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
-        plan_quantization(source, Recipe.of(weights="4:row"))
-
-
 @pytest.mark.parametrize(("width", "inner"), [(64, 64), (64, 32), (32, 64), (96, 64)], ids=str)
 @pytest.mark.parametrize(
     "name", ["GptOssForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"]

@@ -129,6 +129,11 @@ def test_the_folder_as_it_is_gives_the_last_tokens_logits(exported, form):
             np.testing.assert_array_equal(found[row, 1:], whole[row, first:])
 
 
+def test_a_folder_without_a_cache_gives_the_logits_of_every_position(exported):
+    (logits,), _ = OnnxModel(exported("diffllama", "no cache")[1], 1).run(np.full((1, 6), 5), np.ones((1, 6), int), [])
+    assert logits.shape[:2] == (1, 6)
+
+
 def test_a_prompt_in_pieces_may_have_its_padding_anywhere(exported):
     """The native kernel alone computes several sequences in pieces; ONNX Runtime's own attention refuses them."""
     _, folder = exported("unilm-v1", "plain")
