@@ -13,23 +13,17 @@ from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
+from tests.support.exports import export_to
 from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
 from tests.support.thorough import sampled
 
-SIZES = {"max_position_embeddings": 96}
+CONTEXT = 96
 
 
 @pytest.fixture(scope="module")
-def motif3(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("motif3") / "model", "motif3", **SIZES)
-
-
-def exported(source, folder, **options):
-    parsed = ExportOptions.parse(**options)
-    export(source, folder, parsed, ranges=cache_ranges(source, parsed))
-    return folder
+def motif3(made):
+    return made("motif3", CONTEXT)[0]
 
 
 FORMS = [{"weights": "4:row", "kv_bits": 8, "embed_bits": 8}, {"weights": "8:row", "accuracy_level": 1, "kv_bits": 4}]
@@ -38,8 +32,8 @@ FORMS += [{"dtype": "float16"}, {"logits": "6:row"}, {"logits": "6:tensor"}]
 
 
 @pytest.mark.parametrize("options", sampled(FORMS, 4), ids=str)
-def test_other_forms_are_proved(options, motif3, tmp_path):
-    assert verify(exported(motif3, tmp_path / "out", **options), motif3).passed
+def test_other_forms_are_proved(options, motif3, made):
+    assert verify(made("motif3", CONTEXT, **options)[1], motif3).passed
 
 
 def test_ranges_are_of_what_the_models_cache_keeps(motif3):
@@ -59,26 +53,26 @@ def test_ranges_are_of_what_the_models_cache_keeps(motif3):
         torch.testing.assert_close(ranges.tensors[f"layers.{layer}.k"], margin * lengths)
 
 
-def test_a_quantized_expert_needs_a_runtime_that_gathers_codes(motif3, tmp_path):
-    floors = {}
-    for name, options in {"float": {}, "codes": {"weights": "4:row"}}.items():
-        floors[name] = read_manifest(exported(motif3, tmp_path / name, portable=True, **options)).floor
-    assert floors == {"float": ">=1.18", "codes": ">=1.23"}
+def test_a_quantized_expert_needs_a_runtime_that_gathers_codes(made):
+    for options, floor in (({}, ">=1.18"), ({"weights": "4:row"}, ">=1.23")):
+        assert read_manifest(made("motif3", CONTEXT, portable=True, **options)[1]).floor == floor
 
 
 def test_what_a_graph_cannot_say_is_refused_with_its_reason(motif3, tmp_path):
     with pytest.raises(CheckpointError, match=r"draws whole maps"):
         export(motif3, tmp_path / "out", ExportOptions.parse(web=True))
-    odd = write_checkpoint(tmp_path / "odd", "motif3", kv_lora_rank=11, **SIZES)
+    odd = write_checkpoint(tmp_path / "odd", "motif3", kv_lora_rank=11)
     with pytest.raises(CheckpointError, match=r"its latents have 11 channels"):
         export(odd, tmp_path / "out", ExportOptions.parse(kv_bits=4))
 
 
 def test_experts_in_the_makers_nvfp4_are_exported_as_the_floats_of_their_codes(tmp_path):
-    wide = write_checkpoint(tmp_path / "wide", "motif3", hidden_size=32, moe_intermediate_size=32, **SIZES)
+    wide = write_checkpoint(
+        tmp_path / "wide", "motif3", hidden_size=32, moe_intermediate_size=32, max_position_embeddings=CONTEXT
+    )
     low = tmp_path / "low"
     diffquant.quantize(wide, low, Recipe.of(weights="16", overrides={"*.experts.*": "nvfp4"}))
-    model = OnnxModel(exported(low, tmp_path / "out"), 1, every_position=True)
+    model = OnnxModel(export_to(tmp_path / "out", low), 1, every_position=True)
     ids = random_ids(1, 15)
     (logits,), _ = model.run(ids.numpy(), np.ones((1, 15), np.int64), model.empty_cache(1))
     wanted = diffquant.load(low, dtype=torch.float32)(ids).logits
@@ -131,14 +125,9 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def sound(motif3, tmp_path_factory):
-    return exported(motif3, tmp_path_factory.mktemp("sound") / "out")
-
-
 @pytest.mark.parametrize("fault", sampled(FAULTS, 4))
-def test_a_fault_of_latents_experts_and_streams_is_refused(fault, motif3, sound, tmp_path):
-    planted = PlantedExport.copy(sound, tmp_path / "planted")
+def test_a_fault_of_latents_experts_and_streams_is_refused(fault, motif3, made, tmp_path):
+    planted = PlantedExport.copy(made("motif3", CONTEXT)[1], tmp_path / "planted")
     FAULTS[fault](planted)
     planted.save()
     with pytest.raises(ToleranceError):

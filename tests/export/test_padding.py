@@ -6,10 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diffquant.errors import CheckpointError
-from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.runtime.session import OnnxModel
-from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
@@ -35,22 +32,10 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+@pytest.fixture
+def exported(made):
     """A function from a family and a form to its checkpoint and its exported folder."""
-    root, made = tmp_path_factory.mktemp("exports"), {}
-
-    def make(family, form):
-        if family not in made:
-            made[family] = write_checkpoint(root / family, family)
-        folder = root / f"{family} {form}"
-        if folder not in made:
-            options = ExportOptions.parse(**FORMS[form])
-            export(made[family], folder, options, ranges=cache_ranges(made[family], options))
-            made[folder] = folder
-        return made[family], folder
-
-    return make
+    return lambda family, form: made(family, **FORMS[form])
 
 
 def batch_of(name):

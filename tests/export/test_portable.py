@@ -12,18 +12,9 @@ from diffquant.errors import OutputExistsError, UsageError
 from diffquant.onnx import ExportOptions, Generator, export, verify
 from diffquant.onnx.files import PORTABLE
 from diffquant.onnx.runtime.session import OnnxModel
-from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
 from tests.support.thorough import sampled
 
 POCKET = Path(diffquant.data.__file__).parent / "pocket"
-
-
-def portable(tmp_path, source, **options):
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
-    parsed = ExportOptions.parse(portable=True, **options)
-    export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
-    return checkpoint, tmp_path / "out"
 
 
 ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
@@ -34,13 +25,13 @@ SOURCES += [("llama", {}), ("unilm-v2-half", ALL)]
 
 
 @pytest.mark.parametrize(("source", "options"), sampled(SOURCES, 3))
-def test_verify_finds_no_fault(tmp_path, source, options):
-    checkpoint, folder = portable(tmp_path, source, **options)
+def test_verify_finds_no_fault(made, source, options):
+    checkpoint, folder = made(source, portable=True, **options)
     assert verify(folder, checkpoint, threads=1).passed
 
 
-def test_the_graph_has_no_functions_and_the_names_that_readers_know(tmp_path):
-    _, folder = portable(tmp_path, "motif-grouped", **ALL)
+def test_the_graph_has_no_functions_and_the_names_that_readers_know(made):
+    _, folder = made("motif-grouped", portable=True, **ALL)
     model = onnx.load(folder / PORTABLE.model, load_external_data=False)
     onnx.checker.check_model(str(folder / PORTABLE.model))
     assert not model.functions
@@ -59,8 +50,8 @@ def test_the_graph_has_no_functions_and_the_names_that_readers_know(tmp_path):
     )
 
 
-def test_scales_of_a_quantized_embedding_are_an_initializer(tmp_path):
-    _, folder = portable(tmp_path, "diffllama", **ALL)
+def test_scales_of_a_quantized_embedding_are_an_initializer(made):
+    _, folder = made("diffllama", portable=True, **ALL)
     graph = onnx.load(folder / PORTABLE.model, load_external_data=False).graph
     (lookup,) = (node for node in graph.node if node.op_type == "GatherBlockQuantized")
     tensors = {each.name: each for each in graph.initializer}

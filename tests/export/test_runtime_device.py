@@ -15,7 +15,6 @@ from diffquant.onnx.runtime.device import RuntimeDevice, count_cpu_nodes, descri
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.onnx.targets import runtime_of
 from diffquant.onnx.verifier import verify
-from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.tables import in_one_test
 
@@ -24,12 +23,9 @@ CUDA = "CUDAExecutionProvider"
 has_cuda_provider = pytest.mark.skipif(CUDA in ort.get_available_providers(), reason="this onnxruntime runs on CUDA")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("runtime-device")
-    write_checkpoint(place / "model", "diffllama")
-    export(place / "model", place / "out")
-    return place / "out"
+@pytest.fixture
+def folder(made):
+    return made("diffllama")[1]
 
 
 def test_a_cuda_device_is_asked_first_and_keeps_float32():
@@ -42,11 +38,9 @@ def test_a_cuda_device_is_asked_first_and_keeps_float32():
 
 
 @has_cuda_provider
-def test_a_runtime_without_cuda_is_refused_before_the_model_is_read(folder, tmp_path):
-    for call in (
-        lambda: OnnxModel(tmp_path, device="cuda"),
-        lambda: verify(folder, folder.parent / "model", device="cuda"),
-    ):
+def test_a_runtime_without_cuda_is_refused_before_the_model_is_read(made, tmp_path):
+    checkpoint, folder = made("diffllama")
+    for call in (lambda: OnnxModel(tmp_path, device="cuda"), lambda: verify(folder, checkpoint, device="cuda")):
         with pytest.raises(MissingDependencyError, match=rf"has no {CUDA}: .*\[onnx-gpu\]'"):
             call()
 
@@ -139,9 +133,8 @@ def test_caches_that_grow_stay_on_the_card_from_call_to_call(elsewhere):
         ({"logits": "8:row"}, []),
     ],
 )
-def test_a_folder_for_cuda_says_what_is_left_to_the_processor(tmp_path, options, wanted):
-    checkpoint = write_checkpoint(tmp_path / "model", "diffllama")
-    parsed = ExportOptions.parse(genai_device="cuda:1", **options)
+def test_a_folder_for_cuda_says_what_is_left_to_the_processor(made, tmp_path, options, wanted):
+    parsed, checkpoint = ExportOptions.parse(genai_device="cuda:1", **options), made("diffllama")[0]
     report = export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
     told = [note for note in report.notes if "runs on the CPU" in note]
     assert told == [f"attention runs on the CPU: on CUDA, ONNX Runtime's {each}" for each in wanted]

@@ -44,23 +44,6 @@ from tests.support.planted import PlantedExport
 from tests.support.tables import in_one_test
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A function from a source and options to a checkpoint and its export, each of which is made once."""
-    found = {}
-
-    def make(source="unilm-v2-half", **options):
-        key = source, *options.items()
-        if key not in found:
-            folder, parsed = tmp_path_factory.mktemp("made"), ExportOptions.parse(**options)
-            checkpoint = write_checkpoint(folder / "checkpoint", source)
-            export(checkpoint, folder / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
-            found[key] = checkpoint, folder / "out"
-        return found[key]
-
-    return make
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):

@@ -10,18 +10,16 @@ import diffquant
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.runtime.session import OnnxModel
-from tests.support.checkpoints import write_checkpoint, write_llama
+from tests.support.checkpoints import write_llama
 from tests.support.models import random_ids
 
 SOURCES = ["diffllama", "unilm-v1", "unilm-v2-half", "motif-grouped", "gated"]
 
 
 @pytest.fixture(scope="module", params=SOURCES)
-def pages(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pages")
-    checkpoint = write_checkpoint(folder / "checkpoint", request.param)
-    export(checkpoint, folder / "out", ExportOptions(web=True))
-    return diffquant.load(checkpoint), folder / "out"
+def pages(request, made):
+    checkpoint, folder = made(request.param, web=True)
+    return diffquant.load(checkpoint), folder
 
 
 def outputs_of(folder, ids, past=()):
