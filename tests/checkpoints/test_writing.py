@@ -137,7 +137,7 @@ def test_what_an_interrupted_run_wrote_needs_no_room_again(tmp_path, monkeypatch
 
 
 def test_all_of_an_output_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
-    synced, destination = [], tmp_path / "out"
+    synced, destination = [], tmp_path / "deeper" / "out"
     monkeypatch.setattr(staging, "sync", lambda path: synced.append((path, destination.exists())))
     with stage_output(destination, {}, 0, overwrite=False) as stage:
         (stage.folder / "config.json").write_text("{}")

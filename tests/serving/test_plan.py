@@ -268,10 +268,12 @@ def test_the_vendors_nvfp4_release_is_refused_with_what_to_make_of_it(vllm, tmp_
 def test_weights_in_floats_are_refused_naming_their_layout_and_what_to_serve(vllm, tmp_path, weights, layout):
     kept = {"*.down_proj": "16"}
     diffquant.quantize(POCKET, tmp_path / "floats", diffquant.Recipe.of(weights=weights, overrides=kept))
-    with pytest.raises(
-        UsageError,
-        match=rf"in the layout {layout}, which is not supported for serving yet; serve a folder with integers",
-    ):
+    refused = rf"in the layout {layout}, which is not supported for serving yet; serve a folder with integers"
+    with pytest.raises(UsageError, match=refused):
+        plan_server(tmp_path / "floats", **ASKED)
+    entry = {"quant_method": "compressed-tensors", "format": layout}
+    edit_json(tmp_path / "floats" / "config.json", quantization_config=entry)
+    with pytest.raises(UsageError, match=refused):
         plan_server(tmp_path / "floats", **ASKED)
 
 
