@@ -149,6 +149,9 @@ def test_rotary_settings_come_back(tmp_path, rope):
     if rope.get("low_freq_factor") != 2:  # the divisors do not show it
         found = GgufCheckpoint(tmp_path / "rope.gguf").config["rope_parameters"]
         assert found == pytest.approx(rope) if "attention_factor" in rope else found == rope
+    if "attention_factor" in rope:  # times which llama.cpp has 0.1 ln(factor) + 1
+        stored = GGUFReader(tmp_path / "rope.gguf").fields["llama.rope.scaling.attn_factor"].contents()
+        assert stored * (0.1 * np.log(rope["factor"]) + 1) == pytest.approx(rope["attention_factor"])
 
 
 @pytest.mark.parametrize("place", range(len(SPLITS) + len(PREFIXES)), ids=map(str, (*SPLITS, *PREFIXES)))
