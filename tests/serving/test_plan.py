@@ -411,7 +411,10 @@ def test_what_the_folder_cannot_do_on_ranks_is_refused_before_anything_starts(vl
         plan_server(tmp_path / "folder", **ASKED | {"ranks": 2})
     wider = write_checkpoint(tmp_path / "wider", source, num_attention_heads=8, num_key_value_heads=4)
     diffquant.quantize(wider, tmp_path / "wide", {"weights": "8:row"})
-    assert option(plan_server(tmp_path / "wide", **ASKED | {"ranks": 2}), "--tensor-parallel-size") == "2"
+    alone, of_two = (plan_server(tmp_path / "wide", **ASKED | {"ranks": ranks}) for ranks in (1, 2))
+    assert option(of_two, "--tensor-parallel-size") == "2"
+    cache = "--kv-cache-memory-bytes"  # of each rank
+    assert int(option(of_two, cache)) == int(option(alone, cache)) // 2
     with pytest.raises(UsageError, match="needs the plugin to run on 2 devices"):
         plan_server(tmp_path / "wide", **ASKED | {"ranks": 2, "implementation": "folder"})
 
