@@ -8,7 +8,6 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
-import typer
 
 from diffquant import load
 from diffquant.checkpoints.building import build_model
@@ -21,11 +20,8 @@ from diffquant.onnx.native import attention_instruction_set
 from diffquant.onnx.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
 from diffquant.onnx.targets import runtime_of
 from diffquant.support.devices import check_device, is_bfloat16_native, resolve_device
-from diffquant.verbs.cli import app
 from diffquant.verbs.notes import choose_device
 from tests.support import tiny_lm
-
-COMMANDS = typer.main.get_command(app).commands
 
 
 def test_a_device_beyond_the_last_is_refused(monkeypatch):
@@ -71,14 +67,6 @@ def test_bfloat16_is_asked_of_the_named_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bool(asked))
     assert is_bfloat16_native("cuda:1")
     assert asked == [torch.device("cuda", 1)]
-
-
-def test_every_verb_with_a_device_chooses_it_by_default():
-    defaults = {
-        name: option.default for name, verb in COMMANDS.items() for option in verb.params if "--device" in option.opts
-    }
-    assert defaults == dict.fromkeys(defaults, "auto")
-    assert len(defaults) > 8
 
 
 def test_an_unknown_device_is_refused():

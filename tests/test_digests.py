@@ -37,10 +37,6 @@ def test_files_under_other_names_have_the_same_contents(files, tmp_path):
     assert before.changed_files(tmp_path) == ["a", "b", "c"]
 
 
-def test_a_record_without_digests_has_none():
-    assert FileDigests.read({"bytes": 1}).by_name == {}
-
-
 @in_one_test("entry", ["abc", {"a": 1}, None])
 def test_a_record_whose_digests_are_none_is_refused(entry):
     with pytest.raises(TypeError, match="sha256 maps file names to digests"):

@@ -101,19 +101,8 @@ def test_a_wheel_holds_the_package_alone(wheel):
 def test_a_source_distribution_holds_tests_pages_and_all_models(archives):
     with tarfile.open(archives[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = [
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "CONTRIBUTING.md",
-        "LICENSE",
-        "Makefile",
-        "README.md",
-        "SECURITY.md",
-        "constraints.txt",
-        "constraints-hashed.txt",
-        "constraints-serving.txt",
-        "mkdocs.yml",
-    ]
+    wanted = ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md"]
+    wanted += [*(f"constraints{kind}.txt" for kind in ("", "-hashed", "-serving")), "mkdocs.yml"]
     folders = ("docs", "tests", "examples", "research", "diffquant/data")
     wanted += [str(f.relative_to(ROOT)) for folder in folders for f in (ROOT / folder).rglob("*") if f.is_file()]
     made = ("__pycache__", "results", "node_modules")

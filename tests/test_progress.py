@@ -79,10 +79,7 @@ def test_a_program_that_fails_leaves_no_line_behind_its_message():
     assert shown[1].replace("\r", "").strip() == ""
 
 
-def test_an_error_takes_the_line_off_the_terminal_before_its_message():
-    program = (
-        PROGRAM
-        + """
+FAILING = """
 from diffquant.errors import UsageError
 from diffquant.support.program import run_program
 def work():
@@ -90,8 +87,10 @@ def work():
     raise UsageError("why")
 run_program(work)
 """
-    )
-    status, written = on_a_terminal(program)
+
+
+def test_an_error_takes_the_line_off_the_terminal_before_its_message():
+    status, written = on_a_terminal(PROGRAM + FAILING)
     assert status == 2
     assert re.search(r"\r\x1b\[Kerror: why\s*$", written)
 
@@ -113,11 +112,6 @@ def test_long_work_is_a_line_per_minute_off_a_terminal():
     assert minutes == sorted(minutes)
     assert len(lines) - 1 <= minutes[-1] < 15
     assert lines[-1].startswith("quantize 100% after")
-
-
-def test_nothing_to_do_is_all_done():
-    program = 'from diffquant.support.progress import progress_for\nprogress_for("convert")(0, 0, "nothing")'
-    assert "convert 100%" in on_a_terminal(program)[1]
 
 
 def test_the_time_left_is_never_nothing_while_work_is_left(monkeypatch):

@@ -1,7 +1,5 @@
 """YAML that recipes are written in: what is read, and what is refused."""
 
-import time
-
 import pytest
 
 from diffquant.errors import UsageError
@@ -39,31 +37,11 @@ def test_what_is_ambiguous_or_endless_is_refused(text, message):
         parse_yaml(text)
 
 
-def test_a_recipe_whose_aliases_stand_for_more_than_memory_holds_is_refused_at_once(tmp_path):
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-    (tmp_path / "recipe.yaml").write_text("\n".join([*lines, "weights: *a11"]))
-    started = time.monotonic()
-    with pytest.raises(UsageError, match=r"recipe\.yaml.*aliases"):
-        Recipe.read(tmp_path / "recipe.yaml")
-    assert time.monotonic() - started < 5
+ODD = ["weights: ٤", "weights: 4:g٣٢", "weights: true", "weights: [4]", f"weights: {'9' * 5000}"]
+ODD += [f"weights: 4:g{'9' * 5000}", "residual: true", "overrides: {3: 8}", "overrides: {null: 8}"]
 
 
-@in_one_test(
-    "text",
-    [
-        "weights: ٤",
-        "weights: 4:g٣٢",
-        "weights: true",
-        "weights: [4]",
-        f"weights: {'9' * 5000}",
-        f"weights: 4:g{'9' * 5000}",
-        "residual: true",
-        "overrides: {3: 8}",
-        "overrides: {null: 8}",
-        "overrides: {'*': {a: b}}",
-    ],
-)
+@in_one_test("text", [*ODD, "overrides: {'*': {a: b}}"])
 def test_a_recipe_of_odd_values_is_refused_in_a_line(tmp_path, text):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(UsageError) as refused:

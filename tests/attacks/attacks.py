@@ -299,18 +299,10 @@ ATTACKS = (
         harmless=_IGNORED,
     ),
     Attack("a model_type that is code", "packed", _model_type, harmless=_IGNORED),
-    Attack(
-        "a slow pattern in GPTQ's dynamic",
-        "gptq",
-        _entry(dynamic={_SLOW: {"bits": 4}}),
-        harmless=CHECKPOINT,
-    ),
+    Attack("a slow pattern in GPTQ's dynamic", "gptq", _entry(dynamic={_SLOW: {"bits": 4}}), harmless=CHECKPOINT),
     Attack("a slow pattern in compressed-tensors' targets", "packed", _slow_target, harmless=CHECKPOINT),
     Attack(
-        "a slow pattern in compressed-tensors' ignore",
-        "packed",
-        _entry(ignore=[f"re:{_SLOW}"]),
-        harmless=CHECKPOINT,
+        "a slow pattern in compressed-tensors' ignore", "packed", _entry(ignore=[f"re:{_SLOW}"]), harmless=CHECKPOINT
     ),
     *(
         Attack(f"an index: shard {path}", "checkpoint", _index(path))

@@ -57,10 +57,7 @@ CONTENTS: dict[str, tuple[str, bytes]] = {
         safetensors({"a": tensor(0, 8, [2]), "b": tensor(16, 32, [4])}),
     ),
     "length-2-63.safetensors": ("the header is said to be of 2^63 bytes", safetensors({}, length=2**63)),
-    "length-beyond-end.safetensors": (
-        "the header is said to be of 10^8 - 1 bytes",
-        safetensors({}, length=10**8 - 1),
-    ),
+    "length-beyond-end.safetensors": ("the header is said to be of 10^8 - 1 bytes", safetensors({}, length=10**8 - 1)),
     "name-twice.safetensors": (
         "one name has two tensors",
         safetensors(
@@ -113,10 +110,7 @@ CONTENTS: dict[str, tuple[str, bytes]] = {
         + b"weights: *a9\n",
     ),
     "alias-of-itself.yaml": ("a list that holds itself", b"weights: &a [*a]\n"),
-    "tag.yaml": (
-        "a tag that runs a program",
-        b"weights: !!python/object/apply:os.system ['touch EXECUTED']\n",
-    ),
+    "tag.yaml": ("a tag that runs a program", b"weights: !!python/object/apply:os.system ['touch EXECUTED']\n"),
     "nested.yaml": ("nested 5,000 deep", b"weights: " + b"[" * 5000),
 }
 

@@ -49,18 +49,9 @@ def _command(name, path, sound, output):
 
 def _plan_server(path):
     """Plan as `serve` would where vLLM is installed."""
+    asked = {"host": "127.0.0.1", "port": 8000, "context": None, "cache": "auto", "dtype": None, "ranks": 1}
     with patch("diffquant.serving.plan.check_installed"):
-        return plan.plan_server(
-            path,
-            host="127.0.0.1",
-            port=8000,
-            context=None,
-            cache="auto",
-            dtype=None,
-            ranks=1,
-            implementation="folder",
-            memory=None,
-        )
+        return plan.plan_server(path, implementation="folder", memory=None, **asked)
 
 
 def _work(name, path, sound, output):

@@ -1,7 +1,6 @@
 """Checkpoints of an architecture that is not run: their weights are chosen by name, and packed like any other's."""
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -22,18 +21,12 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from tests.support import unknown_model
 from tests.support.checkpoints import contents, write_diffllama
+from tests.support.packed_folders import edit_tensors
 from tests.support.tables import in_one_test
 from tests.support.unknown_model import linears, write_unknown
 
-_SEQ2SEQ = {
-    "vocab_size": 96,
-    "d_model": 64,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "decoder_start_token_id": 0,
-}
+_SEQ2SEQ = {"vocab_size": 96, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64}
+_SEQ2SEQ |= {"decoder_ffn_dim": 64, "decoder_start_token_id": 0}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KILLING_RUN = """
 import os, signal, sys
@@ -110,42 +103,6 @@ def test_each_expert_is_rounded_as_it_would_be_alone(tmp_path, source, text, rou
         decoded = unpack_weight(*(whole[module + suffix] for suffix in (PACKED, SCALE, SHAPE)), recipe.weights)
         assert decoded.shape == expert.shape
         assert (decoded - expert.float()).square().mean() < 0.02 * expert.float().square().mean()
-
-
-def test_large_experts_are_packed_in_blocks_to_the_same_bytes(tmp_path, source, monkeypatch):
-    quantize(open_weights(source), tmp_path / "whole", Recipe.of(weights="4:g32"))
-    monkeypatch.setattr("diffquant.checkpoints.row_stream.BLOCK_ELEMENTS", 7 * 64)
-    quantize(open_weights(source), tmp_path / "blocks", Recipe.of(weights="4:g32"))
-    assert contents(tmp_path / "whole")["model.safetensors"] == contents(tmp_path / "blocks")["model.safetensors"]
-
-
-def test_config_names_what_is_packed_and_what_a_loader_must_leave(tmp_path, source):
-    quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    before = json.loads((source / "config.json").read_text())
-    assert before.items() <= config.items()
-    assert open_weights(tmp_path / "out").packed.keys() == packed_modules_of(tmp_path / "out")
-    ignored = config["quantization_config"]["ignore"]
-    assert "lm_head" in ignored
-    assert any("router" in pattern for pattern in ignored)
-    assert any("wq_b_gate" in pattern for pattern in ignored)
-
-
-def test_tokenizer_and_code_go_with_it(tmp_path, source):
-    for name in ("tokenizer.json", "modeling_latent.py"):
-        (source / name).write_text("{}")
-    quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
-    assert {"tokenizer.json", "modeling_latent.py"} <= contents(tmp_path / "out").keys()
-
-
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
-    write_unknown(tmp_path / "source", shards=4)
-    quantize(open_weights(tmp_path / "source"), tmp_path / "expected", Recipe.of(weights="4:g32"))
-    killed = subprocess.run([sys.executable, "-c", KILLING_RUN, tmp_path / "source", tmp_path / "out"], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    report = quantize(open_weights(tmp_path / "source"), tmp_path / "out", Recipe.of(weights="4:g32"))
-    assert report.resumed >= 1
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
 def test_other_rules_do_not_take_over_a_killed_runs_shards(tmp_path):
@@ -250,14 +207,6 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path, source):
         refused(source, Recipe.of(weights="4:g32"), PackingRules.read(keep=("*",)))
 
 
-def test_tensors_that_groups_do_not_fit_are_counted_with_their_widths(source):
-    with pytest.raises(
-        GroupSizeError,
-        match=r"size 64 does not divide .* of 11 tensors, such as .*0\.mlp\.down_proj.* widths are 32, 96, 160",
-    ):
-        refused(source, Recipe.of(weights="4:g64"))
-
-
 def test_one_scale_for_all_experts_is_refused(source):
     with pytest.raises(UsageError, match=r"span all experts of .*experts\.gate_up_proj.*; use a group"):
         refused(source, Recipe.of(weights="8:tensor"))
@@ -299,15 +248,6 @@ def test_embeddings_that_are_called_shared_are_no_linears(tmp_path, config):
     assert set(plan.schemes) == of_transformers - {"lm_head"}
 
 
-def test_embeddings_that_are_called_shared_open_in_transformers_as_they_were(tmp_path):
-    model = AutoModelForSeq2SeqLM.from_config(BartConfig(**_SEQ2SEQ))
-    model.save_pretrained(tmp_path / "source")
-    quantize(open_weights(tmp_path / "source"), tmp_path / "out", Recipe.of(weights="8:row"))
-    opened, found = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert (found["missing_keys"], found["unexpected_keys"]) == (set(), set())
-    assert torch.equal(opened.get_input_embeddings().weight, model.get_input_embeddings().weight)
-
-
 @in_one_test("name", ["gpt_neox.embed_in", "transformer.wte", "model.language_model.embed_tokens", "shared"])
 def test_an_override_that_packs_an_embedding_is_refused_whatever_its_name(tmp_path, name):
     folder = tmp_path / "source"
@@ -323,48 +263,28 @@ def test_a_pattern_that_keeps_nothing_is_refused(source):
         open_weights(source, PackingRules.read(keep=("*self_attn.wq_c.weight",)))
 
 
-def test_a_second_rounding_is_refused(tmp_path, source):
-    quantize(open_weights(source), tmp_path / "low", Recipe.of(weights="4:g32"))
-    with pytest.raises(CheckpointError, match="quantized already"):
-        refused(tmp_path / "low", Recipe.of(weights="4:g32"))
-
-
-@pytest.mark.parametrize("name", ["model.layers.2.mlp.experts.down_proj", "model.layers.1.mlp.router.weight"])
-def test_nan_is_refused_and_nothing_is_left(tmp_path, source, name):
-    tensors = load_file(source / "model.safetensors")
-    tensors[name].view(-1)[-1] = torch.nan
-    save_file(tensors, source / "model.safetensors")
-    with pytest.raises(NonFiniteError, match=name):
-        quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
-    assert not (tmp_path / "out").exists()
-
-
 def test_names_that_would_meet_in_the_output_are_refused(source):
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.self_attn.wo.weight_scale"] = torch.ones(1)
-    save_file(tensors, source / "model.safetensors")
+    edit_tensors(source, {"model.layers.0.self_attn.wo.weight_scale": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"wo\.weight_scale would be written twice"):
         refused(source, Recipe.of(weights="4:g32"))
 
 
 def test_integers_are_carried_over(tmp_path, source):
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.table"] = torch.arange(6).reshape(2, 3)
-    save_file(tensors, source / "model.safetensors")
+    edit_tensors(source, {"model.layers.0.table": torch.arange(6).reshape(2, 3)})
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
     assert torch.equal(open_checkpoint(tmp_path / "out").read("model.layers.0.table"), torch.arange(6).reshape(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu], ids=str)
 def test_floats_of_8_bits_are_carried_over_and_nan_among_them_is_refused(tmp_path, source, dtype):
-    tensors, table = load_file(source / "model.safetensors"), torch.tensor([[0.5, 2.0, 4.0]]).to(dtype)
-    save_file(tensors | {"model.layers.0.table": table}, source / "model.safetensors")
+    table = torch.tensor([[0.5, 2.0, 4.0]]).to(dtype)
+    edit_tensors(source, {"model.layers.0.table": table})
     quantize(open_weights(source), tmp_path / "out", Recipe.of(weights="4:g32"))
     carried = written_tensors(tmp_path / "out")["model.layers.0.table"]
     assert carried.dtype == dtype
     assert torch.equal(carried.float(), table.float())
     table.view(torch.uint8)[0, 1] = 0xFF
-    save_file(tensors | {"model.layers.0.table": table}, source / "model.safetensors")
+    edit_tensors(source, {"model.layers.0.table": table})
     with pytest.raises(NonFiniteError, match=r"layers\.0\.table.*at \[0, 1\]"):
         quantize(open_weights(source), tmp_path / "again", Recipe.of(weights="4:g32"))
 

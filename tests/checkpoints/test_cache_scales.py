@@ -39,13 +39,8 @@ def v1(tmp_path):
 def test_a_scale_of_each_layer_is_stored_as_compressed_tensors_names_it(v1):
     config = json.loads((v1 / "config.json").read_text())["quantization_config"]
     args = QuantizationConfig.model_validate(config).kv_cache_scheme
-    assert (args.num_bits, args.type, args.strategy, args.symmetric, args.dynamic) == (
-        8,
-        "float",
-        "tensor",
-        True,
-        False,
-    )
+    stated = args.num_bits, args.type, args.strategy, args.symmetric, args.dynamic
+    assert stated == (8, "float", "tensor", True, False)
     tensors = load_file(v1 / "model.safetensors")
     assert [name for name in sorted(tensors) if name.endswith(("k_scale", "v_scale"))] == SCALES
     assert all(tensors[name].dtype == torch.float32 and tensors[name].shape == (1,) for name in SCALES)

@@ -170,10 +170,7 @@ def test_a_dataset_in_a_folder_or_file_is_read_as_its_rows(hub, tmp_path, source
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (
-            "someone/absent",
-            "the datasets library cannot read someone/absent: .*hf download someone/absent --repo-type",
-        ),
+        ("someone/absent", "the datasets library cannot read someone/absent: .*hf download someone/absent --repo-type"),
         ("someone/chats:more", "someone/chats:more.*more"),
         ("someone/chats:a:b:c", "only by :CONFIG:SPLIT"),
         ("absent/books.txt", "cannot read text from absent/books.txt: No such file"),
@@ -246,59 +243,29 @@ def test_a_seed_without_rows_is_refused(model, tmp_path):
         diffquant.quantize(model, tmp_path / "low", "4:g16", seed=1)
 
 
+def quantize_by_gptq(model, output, *options, **environment):
+    """Run the command line in a process of its own, with this environment."""
+    command = f"-m diffquant quantize {model} -o {output} --weights 4:g16 --rounding gptq --dataset".split()
+    return subprocess.run(
+        [sys.executable, *command, *options], env=os.environ | environment, capture_output=True, text=True
+    )
+
+
 def test_the_command_line_takes_a_dataset_offline(hub, model, tmp_path):
-    environment = {
-        **os.environ,
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "diffquant",
-        "quantize",
-        str(model),
-        "-o",
-        str(tmp_path / "low"),
-        "--weights",
-        "4:g16",
-    ]
-    options = [
-        "--rounding",
-        "gptq",
-        "--dataset",
-        "someone/chats:short:train",
-        "--samples",
-        "4",
-        "--sequence-length",
-        "32",
-    ]
-    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True)
+    places = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    options = ["someone/chats:short:train", "--samples", "4", "--sequence-length", "32"]
+    done = quantize_by_gptq(model, tmp_path / "low", *options, HF_HUB_OFFLINE="1", **places)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "low/diffquant.json").read_text())["rounding"]
     assert (record["samples"], record["tokens"]) == (4, 128)
     assert record["sources"][0]["name"] == "someone/chats:short:train"
 
 
-def test_a_missing_library_is_exit_5_with_the_command(hub, model, tmp_path):
+def test_a_missing_library_is_exit_5_with_the_command(model, tmp_path):
     (tmp_path / "without").mkdir()
     (tmp_path / "without/datasets.py").write_text("raise ImportError('no datasets')")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "without"), os.getcwd()])}
-    command = [
-        sys.executable,
-        "-m",
-        "diffquant",
-        "quantize",
-        str(model),
-        "-o",
-        str(tmp_path / "low"),
-        "--weights",
-        "4:g16",
-    ]
-    done = subprocess.run(
-        [*command, "--rounding", "gptq", "--dataset", "someone/chats"], env=environment, capture_output=True, text=True
-    )
+    places = os.pathsep.join([str(tmp_path / "without"), os.getcwd()])
+    done = quantize_by_gptq(model, tmp_path / "low", "someone/chats", PYTHONPATH=places)
     assert done.returncode == 5, done.stderr
     assert "pip install" in done.stderr
     assert "[datasets]" in done.stderr
@@ -306,18 +273,8 @@ def test_a_missing_library_is_exit_5_with_the_command(hub, model, tmp_path):
 
 def test_calibrate_and_search_read_chats(model, chat_file, tmp_path):
     diffquant.calibrate(model, tmp_path / "scales.safetensors", text=chat_file, tokens=256, window=32)
-    result = diffquant.search(
-        model,
-        tmp_path / "search",
-        6,
-        bits="8,4",
-        granularity="g16",
-        text=chat_file,
-        windows=2,
-        window=32,
-        characters=400,
-    )
-    assert result.recipe
+    given = {"bits": "8,4", "granularity": "g16", "windows": 2, "window": 32, "characters": 400}
+    assert diffquant.search(model, tmp_path / "search", 6, text=chat_file, **given).recipe
 
 
 def test_eval_says_which_scored_text_calibration_read(model, tmp_path, caplog):

@@ -1,11 +1,9 @@
 """Front matter of model cards, as huggingface_hub reads it."""
 
-import pytest
 from huggingface_hub import ModelCard
 
 import diffquant
 from diffquant.checkpoints.side_files import gguf_front_matter, read_front_matter
-from diffquant.errors import CheckpointError
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_llama
 from tests.support.tables import in_one_test
@@ -36,19 +34,10 @@ def test_licence_and_base_go_along_from_verb_to_verb(tmp_path):
     llama = write_llama(tmp_path / "llama", num_hidden_layers=1)
     (llama / "README.md").write_text(NON_COMMERCIAL)
     diffquant.convert(llama, tmp_path / "diff", "diff-v2")
-    terms = {
-        "license": "other",
-        "license_name": "research-only",
-        "license_link": "LICENSE",
-        "extra_gated_prompt": "Do you accept?",
-        "base_model": "org/base",
-    }
+    terms = {"license": "other", "license_name": "research-only", "license_link": "LICENSE"}
+    terms |= {"extra_gated_prompt": "Do you accept?", "base_model": "org/base"}
     converted = front_matter(tmp_path / "diff")
-    assert converted == {
-        "library_name": "transformers",
-        **terms,
-        "tags": ["diffquant", "differential-transformer"],
-    }
+    assert converted == {"library_name": "transformers", **terms, "tags": ["diffquant", "differential-transformer"]}
     made = quantized(tmp_path / "diff", tmp_path / "low")
     assert {key: made[key] for key in terms} == terms
     assert made["base_model_relation"] == "quantized"
@@ -108,23 +97,3 @@ def test_the_licence_of_a_card_that_cannot_be_read_is_unknown(tmp_path, text):
 def test_a_source_without_a_card_has_no_licence(tmp_path):
     made = quantized(write_llama(tmp_path / "llama", num_hidden_layers=1), tmp_path / "low")
     assert made.keys() == {"library_name", "tags"}
-
-
-def test_a_card_that_links_out_of_the_folder_is_not_followed(tmp_path):
-    llama = write_llama(tmp_path / "llama", num_hidden_layers=1)
-    (tmp_path / "private.md").write_text(NON_COMMERCIAL)
-    (llama / "README.md").unlink(missing_ok=True)
-    (llama / "README.md").symlink_to(tmp_path / "private.md")
-    with pytest.raises(CheckpointError, match=r"README\.md"):
-        quantized(llama, tmp_path / "low")
-
-
-def test_a_gguf_file_states_its_licence_in_its_metadata():
-    stated = {
-        "general.license": "cc-by-nc-4.0",
-        "general.languages": ["en"],
-        "general.base_model.0.repo_url": "https://huggingface.co/org/base",
-        "general.name": "A name",
-    }
-    expected = {"license": "cc-by-nc-4.0", "language": ["en"], "base_model": "org/base"}
-    assert gguf_front_matter(stated) == expected

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffquant.checkpoints.compressed_config import quantization_config, read_schemes
-from diffquant.checkpoints.compressed_targets import name_patterns, pick_targets
+from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import pack_weight, packed_shapes, unpack_weight, weight_codes
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.absmax import max_code
@@ -81,13 +81,6 @@ def test_an_all_zero_weight_decodes_to_zero():
     assert not unpack_weight(packed, scale, shape, scheme).any()
 
 
-def test_one_scheme_for_all_linears_is_written_short():
-    schemes = {name: Scheme.parse("4:g32") for name in LINEARS if name != "lm_head"}
-    config = quantization_config(schemes, LINEARS)
-    assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
-    assert config["ignore"] == ["lm_head"]
-
-
 def test_mixed_schemes_read_back_as_written():
     schemes = {name: Scheme.parse("4:g32" if "mlp" in name else "8:row") for name in LINEARS if name != "lm_head"}
     schemes["model.layers.1.mlp.up_proj"] = Scheme.parse("6:tensor")
@@ -97,20 +90,6 @@ def test_mixed_schemes_read_back_as_written():
     assert len(config["config_groups"]) == 3
     assert all(len(group["targets"]) == 1 for group in config["config_groups"].values())
     QuantizationConfig.model_validate(config)
-
-
-def test_layer_1_is_not_mistaken_for_layer_11():
-    schemes = {
-        "model.layers.1.mlp.up_proj": Scheme.parse("4:row"),
-        "model.layers.11.mlp.up_proj": Scheme.parse("8:row"),
-    }
-    config = {"quantization_config": quantization_config(schemes, LINEARS)}
-    assert read_schemes(config, schemes) == schemes
-
-
-def test_layers_alike_share_one_pattern():
-    names = [f"model.layers.{i}.self_attn.q_proj" for i in (0, 2, 10)]
-    assert name_patterns([*names, "lm_head"]) == [r"re:model\.layers\.(0|2|10)\.self_attn\.q_proj$", "lm_head"]
 
 
 def with_weights(**changes):

@@ -8,25 +8,16 @@ from transformers import AutoModelForCausalLM
 
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
-from diffquant.errors import CheckpointError, NonFiniteError, OutputExistsError, UsageError
-from diffquant.model.adapters import adapter_for
+from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from tests.support.checkpoints import contents, write_diffllama, write_llama, write_random
+from tests.support.checkpoints import contents, set_number, write_diffllama, write_llama, write_random
 from tests.support.gguf_files import write_gguf
 
 HEAD = 8
-UNILM_V1 = {
-    "model_type": "diff_v1",
-    "vocab_size": 20,
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "head_dim": HEAD,
-    "rms_norm_eps": 1e-5,
-}
+UNILM_V1 = {"model_type": "diff_v1", "vocab_size": 20, "hidden_size": 48, "intermediate_size": 56}
+UNILM_V1 |= {"num_hidden_layers": 2, "num_attention_heads": 12, "head_dim": HEAD, "rms_norm_eps": 1e-5}
 
 
 def angles(length):
@@ -89,17 +80,6 @@ def test_unilm_v1_becomes_the_diffllama_of_its_equations(tmp_path, kv_heads, pai
         torch.testing.assert_close(stock_attention(tmp_path / "out", layer, x), expected, rtol=0, atol=2e-6)
 
 
-def test_all_but_attention_is_carried_over(tmp_path):
-    tensors = write_random(tmp_path / "unilm", UNILM_V1 | {"num_key_value_heads": 4, "rope_theta": 5e5})
-    (tmp_path / "unilm/tokenizer.json").write_text("{}")
-    convert(tmp_path / "unilm", tmp_path / "out", "diffllama")
-    converted = open_source(tmp_path / "out").checkpoint
-    same = [name for name in tensors if "self_attn" not in name or "lambda" in name]
-    assert all(torch.equal(converted.read(name), tensors[name]) for name in same)
-    assert adapter_for(converted.config).architecture.rope_parameters["rope_theta"] == 5e5
-    assert (tmp_path / "out/tokenizer.json").exists()
-
-
 def test_an_eps_that_diffllama_cannot_have_is_refused(tmp_path):
     write_random(tmp_path / "unilm", UNILM_V1 | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6})
     with pytest.raises(CheckpointError, match=r"rms_norm_eps is 1e-06, and subln's 1e-05"):
@@ -131,21 +111,10 @@ def test_a_llama_becomes_a_diff_v2_whose_maps_start_equal(tmp_path, kv_heads, bi
 
 def test_a_doubling_that_overflows_float16_is_refused(tmp_path):
     source = write_llama(tmp_path / "llama", dtype=torch.float16)
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = 4e4
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    set_number(source, "model.layers.1.self_attn.o_proj.weight", (0, 0), 4e4)
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.o_proj\.weight has values up to 8.*overflow"):
         convert(source, tmp_path / "out", "diff-v2")
     assert [entry.name for entry in tmp_path.iterdir()] == ["llama"]
-
-
-def test_nan_is_named(tmp_path):
-    source = write_llama(tmp_path / "llama")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.weight"][9] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NonFiniteError, match=r"model\.norm\.weight"):
-        convert(source, tmp_path / "out", "diff-v2")
 
 
 def test_other_ways_are_refused_with_those_that_exist(tmp_path):
@@ -202,20 +171,6 @@ def test_another_dtype_does_not_take_over_an_interrupted_runs_shards(tmp_path):
     assert {info.dtype for info in written if len(info.shape) == 2} == {torch.bfloat16}
 
 
-def test_a_gguf_file_converts_with_its_tokenizer(tmp_path):
-    source = write_llama(tmp_path / "llama")
-    write_gguf(tmp_path / "tiny.gguf", source)
-    convert(tmp_path / "tiny.gguf", tmp_path / "out", "diff-v2")
-    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
-    assert open_source(tmp_path / "out").packed == {}
-    assert (tmp_path / "out/tokenizer.json").exists()
-    down, q = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.q_proj.weight"
-    # Q8_0 keeps 8 bits of each 32 weights, bfloat16 8 of each.
-    assert (after.read(down) - before.read(down)).abs().max() <= before.read(down).abs().max() / 150
-    doubled = before.read(q).unflatten(0, (4, 16)).repeat_interleave(2, 0).flatten(0, 1)
-    assert (after.read(q) - doubled).abs().max() <= doubled.abs().max() / 150
-
-
 def test_a_gguf_without_a_tokenizer_is_refused_before_work(tmp_path, monkeypatch):
     source = write_llama(tmp_path / "llama")
     monkeypatch.setattr(GGUFWriter, "add_token_list", lambda self, tokens: None)
@@ -223,11 +178,3 @@ def test_a_gguf_without_a_tokenizer_is_refused_before_work(tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match=r"cannot read the tokenizer in .*tiny\.gguf"):
         convert(tmp_path / "tiny.gguf", tmp_path / "out", "diff-v2")
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_special_tokens_that_cannot_be_read_are_refused_before_anything_is_written(tmp_path):
-    source = write_llama(tmp_path / "source")
-    (source / "generation_config.json").write_text('{"bos_token_id": {}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        convert(source, tmp_path / "out", "diff-v2")
-    assert not (tmp_path / "out").exists()

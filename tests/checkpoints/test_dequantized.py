@@ -15,12 +15,11 @@ from transformers.pytorch_utils import Conv1D
 import diffquant
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.errors import CheckpointError
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from diffquant.serving.plan import plan_server
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.packed_folders import edit_entry, edit_tensors, pack_gptq, write_packed
@@ -126,13 +125,6 @@ def test_a_conversion_computes_the_same_and_remembers(folder, tmp_path):
     assert open_checkpoint(tmp_path / "diff").earlier_format == open_checkpoint(folder).earlier_format
 
 
-def test_a_packed_folder_is_served_as_one_of_16_bits(folder, monkeypatch):
-    monkeypatch.setattr("diffquant.serving.plan.check_installed", lambda implementation: None)
-    asked = {"host": "127.0.0.1", "port": 8000, "context": None, "cache": "16", "dtype": None, "ranks": 1}
-    with pytest.raises(UsageError, match=r"diffquant quantize .* --weights 16"):
-        plan_server(folder, implementation="plugin", memory=None, **asked)
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -163,15 +155,8 @@ def test_a_group_that_is_not_there_is_named(tmp_path, group, shown):
 
 def test_a_gpt2_has_its_conv1d_back(tmp_path):
     """Libraries pack a Conv1D as the Linear that computes the same; transformers keeps it the other way round."""
-    sizes = {
-        "vocab_size": 90,
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes = {"vocab_size": 90, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(**sizes))
     model.save_pretrained(tmp_path / "packed")
     tensors, generator = load_file(tmp_path / "packed/model.safetensors"), np.random.default_rng(7)

@@ -101,16 +101,10 @@ def test_int8_as_bitsandbytes_packs_and_unpacks_it(tmp_path):
     assert (ours - weight).abs().max() < 0.02
 
 
-MODELOPT = {
-    "FP8_DEFAULT_CFG": "FP8",
-    "FP8_PER_CHANNEL_PER_TOKEN_CFG": "FP8",
-    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "FP8",
-    "NVFP4_DEFAULT_CFG": "NVFP4",
-    "NVFP4_DEFAULT_CFG, FP8_KV_CFG": "NVFP4",
-    "NVFP4_MLP_ONLY_CFG": "NVFP4",
-    "MXFP8_DEFAULT_CFG": "MXFP8",
-    "W4A8_MXFP4_FP8_CFG": "MXFP4",
-}
+FP8 = ("FP8_DEFAULT_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG")
+NVFP4 = ("NVFP4_DEFAULT_CFG", "NVFP4_DEFAULT_CFG, FP8_KV_CFG", "NVFP4_MLP_ONLY_CFG")
+MODELOPT = dict.fromkeys(FP8, "FP8") | dict.fromkeys(NVFP4, "NVFP4")
+MODELOPT |= {"MXFP8_DEFAULT_CFG": "MXFP8", "W4A8_MXFP4_FP8_CFG": "MXFP4"}
 
 
 @in_one_test("config", MODELOPT)
@@ -118,17 +112,9 @@ def test_a_folder_that_modelopt_exports_is_read_as_modelopt_dequantizes_it(tmp_p
     quantizer = pytest.importorskip("modelopt.torch.quantization", reason="needs the extra quantizers")
     from modelopt.torch.export import export_hf_checkpoint
 
-    model = random_llama(
-        0,
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        architectures=["LlamaForCausalLM"],
-    ).bfloat16()
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"]}
+    model = random_llama(**sizes, **heads).bfloat16()
     recipe, *caches = (copy.deepcopy(getattr(quantizer, name)) for name in config.split(", "))
     if caches:
         recipe = quantizer.utils.update_quant_cfg_with_kv_cache_quant(recipe, caches[0]["quant_cfg"])

@@ -41,45 +41,25 @@ def weights(strategy="channel", bits=8, kind="float", **others):
     return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, **others}
 
 
+def uneven(strategy, bits, **others):
+    return weights(strategy, bits, "int", symmetric=False, **others)
+
+
+E4M3, E8M0 = "torch.float8_e4m3fn", "torch.uint8"
 # The folder's format, its weights, its inputs, and the kind that people are told.
 FOLDERS = {
     "fp8 of tensors": ("float-quantized", weights("tensor"), ROUNDED, "FP8"),
     "fp8 of channels": ("float-quantized", weights(), ROUNDED, "FP8"),
     "fp8 of blocks": ("float-quantized", weights("block", block_structure=[24, 40]), ROUNDED, "FP8"),
     "fp8 of groups": ("naive-quantized", weights("group", group_size=32), None, "FP8"),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        weights("tensor_group", 4, group_size=16, scale_dtype="torch.float8_e4m3fn"),
-        STATIC4,
-        "NVFP4",
-    ),
-    "mxfp4": (
-        "mxfp4-pack-quantized",
-        weights("group", 4, group_size=32, scale_dtype="torch.uint8"),
-        ROUNDED,
-        "MXFP4",
-    ),
-    "mxfp8": ("mxfp8-quantized", weights("group", group_size=32, scale_dtype="torch.uint8"), ROUNDED, "MXFP8"),
+    "nvfp4": ("nvfp4-pack-quantized", weights("tensor_group", 4, group_size=16, scale_dtype=E4M3), STATIC4, "NVFP4"),
+    "mxfp4": ("mxfp4-pack-quantized", weights("group", 4, group_size=32, scale_dtype=E8M0), ROUNDED, "MXFP4"),
+    "mxfp8": ("mxfp8-quantized", weights("group", group_size=32, scale_dtype=E8M0), ROUNDED, "MXFP8"),
     "int8": ("int-quantized", weights(kind="int"), ROUNDED, "int8 per channel"),
-    "int8 with zero points": ("int-quantized", weights(kind="int", symmetric=False), ROUNDED, "int8 per channel"),
-    "int4 with zero points": (
-        "pack-quantized",
-        weights("group", 4, "int", group_size=32, symmetric=False),
-        None,
-        "int4 per group of 32",
-    ),
-    "int3 with zero points": (
-        "pack-quantized",
-        weights("channel", 3, "int", symmetric=False),
-        None,
-        "int3 per channel",
-    ),
-    "int4 of tensors with zero points": (
-        "pack-quantized",
-        weights("tensor", 4, "int", symmetric=False),
-        None,
-        "int4 per tensor",
-    ),
+    "int8 with zero points": ("int-quantized", uneven("channel", 8), ROUNDED, "int8 per channel"),
+    "int4 with zero points": ("pack-quantized", uneven("group", 4, group_size=32), None, "int4 per group of 32"),
+    "int3 with zero points": ("pack-quantized", uneven("channel", 3), None, "int3 per channel"),
+    "int4 of tensors with zero points": ("pack-quantized", uneven("tensor", 4), None, "int4 per tensor"),
 }
 
 
@@ -112,11 +92,9 @@ def random_state(weight, stated, generator):
     """A weight with scales, and zero points where it has them, of the shapes that compressed-tensors observes."""
     rows, width = weight.shape
     block = stated.get("block_structure", [1, 1])
-    shape = {
-        "tensor": (1,),
-        "channel": (rows, 1),
-        "block": (-(-rows // block[0]), -(-width // block[1])),
-    }.get(stated["strategy"], (rows, width // stated.get("group_size", width)))
+    shape = {"tensor": (1,), "channel": (rows, 1), "block": (-(-rows // block[0]), -(-width // block[1]))}.get(
+        stated["strategy"], (rows, width // stated.get("group_size", width))
+    )
     state = {"weight": weight}
     scale = torch.rand(shape, generator=generator) * 0.01 + 0.002
     if stated.get("scale_dtype") == "torch.uint8":
@@ -180,13 +158,6 @@ def test_transforms_that_engines_compute_are_refused(tmp_path, kind, location):
         open_source(tmp_path / "packed")
 
 
-@in_one_test("config", [{}, {"config_groups": {}}, None])
-def test_no_transforms_are_none(tmp_path, config):
-    write_folder(tmp_path / "packed", "int8")
-    edit_entry(tmp_path / "packed", transform_config=config)
-    open_source(tmp_path / "packed")
-
-
 @in_one_test("config", [{"config_groups": ["R4"]}, "hadamard", {"config_groups": {"R4": {"apply": {}}}}])
 def test_transforms_of_another_form_are_refused(tmp_path, config):
     write_folder(tmp_path / "packed", "int8")
@@ -228,7 +199,7 @@ def test_zero_points_are_subtracted_wherever_they_are(tmp_path):
     """As compressed-tensors does, whatever the group says of symmetry."""
     expected = write_folder(tmp_path / "packed", "int8 with zero points")
     stated = {"targets": ["Linear"], "weights": weights(kind="int"), "input_activations": ROUNDED}
-    edit_entry(tmp_path / "packed", config_groups={"group_0": stated})
+    edit_entry(tmp_path / "packed", config_groups={"group_0": stated}, transform_config={})
     assert torch.equal(open_source(tmp_path / "packed").checkpoint.read(f"{UP}.weight"), expected[f"{UP}.weight"])
 
 
@@ -415,21 +386,9 @@ def test_a_folder_with_scales_of_a_cache_alone_is_told_apart_from_a_plain_one(tm
     ("entry", "changes", "problem"),
     [
         ({"quant_algo": "W4A16_AWQ"}, {}, "quant_algo of quantization_config is 'W4A16_AWQ'"),
-        (
-            {},
-            {f"{UP}.weight_scale_2": None},
-            rf"{UP}\.weight is torch\.uint8 .* the scale .* without a scale per tensor",
-        ),
-        (
-            {},
-            {f"{UP}.weight_scale_2": torch.ones(7)},
-            r"weight_scale_2 is \[7\], expected one number, or one per expert",
-        ),
-        (
-            {},
-            {f"{UP}.pre_quant_scale": torch.ones(64)},
-            rf"{UP}\.weight has a pre_quant_scale, which is not supported",
-        ),
+        ({}, {f"{UP}.weight_scale_2": None}, rf"{UP}\.weight is torch\.uint8 .* without a scale per tensor"),
+        ({}, {f"{UP}.weight_scale_2": torch.ones(7)}, r"weight_scale_2 is \[7\], expected one number, or one per exp"),
+        ({}, {f"{UP}.pre_quant_scale": torch.ones(64)}, rf"{UP}\.weight has a pre_quant_scale, which is not supported"),
         ({}, {f"{UP}.weight_scale": None}, rf"{UP}\.weight is torch\.uint8, and its scales are missing"),
     ],
 )

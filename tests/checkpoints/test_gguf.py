@@ -12,7 +12,6 @@ from diffquant.checkpoints import gguf as gguf_format
 from diffquant.checkpoints.gguf import GgufCheckpoint
 from diffquant.checkpoints.gguf_header import read_header
 from diffquant.checkpoints.gguf_rope import rope_parameters
-from diffquant.checkpoints.side_files import gguf_front_matter
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError
 from diffquant.quantization.quantize import quantize
@@ -23,16 +22,8 @@ from tests.support.tables import in_one_test
 
 # What transformers adds to every config; none of it describes the model.
 NOT_OF_THE_MODEL = {
-    "quantization_config",
-    "transformers_version",
-    "output_hidden_states",
-    "output_attentions",
-    "return_dict",
-    "chunk_size_feed_forward",
-    "is_encoder_decoder",
-    "id2label",
-    "label2id",
-    "problem_type",
+    *("quantization_config", "transformers_version", "output_hidden_states", "output_attentions", "return_dict"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type"),
 }
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -205,12 +196,8 @@ def test_the_settings_behind_the_divisors_are_found_again(head_dim, factor, orig
 @pytest.mark.parametrize("head_dim", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("original", [64, 100, 1000, 8192])
 def test_other_settings_behind_the_divisors_give_the_same_frequencies(head_dim, original):
-    settings = {
-        "factor": 6.0,
-        "low_freq_factor": 1.7,
-        "high_freq_factor": 3.1,
-        "original_max_position_embeddings": original,
-    }
+    settings = {"factor": 6.0, "low_freq_factor": 1.7, "high_freq_factor": 3.1}
+    settings |= {"original_max_position_embeddings": original}
     divisors = librarys_divisors(settings, head_dim, 10000.0)
     found = rope_parameters({}, np.array(divisors))
     rope_type = found.pop("rope_type")
@@ -342,16 +329,3 @@ def test_quantizing_reads_rows_and_never_a_whole_matrix(tiny, tmp_path, monkeypa
     monkeypatch.setattr("diffquant.checkpoints.row_stream.BLOCK_ELEMENTS", 640)
     quantize(tiny, tmp_path / "out", Recipe.of(weights=weights))
     assert 0 < max(largest) <= 64
-
-
-def test_languages_are_read_as_texts_and_a_vocabulary_by_its_length(tmp_path):
-    writer = GGUFWriter(tmp_path / "head.gguf", "llama")
-    writer.add_languages(["en", "de"])
-    writer.add_token_list([b"a", b"b", b"c"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    metadata = read_header(memoryview((tmp_path / "head.gguf").read_bytes()))[0]
-    assert metadata["general.languages"] == ("en", "de")
-    assert metadata["tokenizer.ggml.tokens"] == 3
-    assert gguf_front_matter(metadata) == {"language": ["en", "de"]}

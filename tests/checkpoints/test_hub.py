@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 
 from diffquant.checkpoints.hub import check_pushable, fetch_to_local_path
 from diffquant.checkpoints.source import open_source
@@ -115,25 +115,21 @@ print(AutoModelForCausalLM.from_pretrained({MODEL!r}, revision="v2").config.rms_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
+    ("model", "environment", "message"),
     sampled(
         [
-            (
-                ["inspect", "someone/nothing"],
-                {},
-                "someone/nothing is neither a local folder or .gguf file nor on the hub",
-            ),
-            (["inspect", "someone/gated"], {}, "someone/gated is gated: accept its terms on the hub"),
-            (["inspect", MODEL], {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
-            (["inspect", MODEL], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
+            ("someone/nothing", {}, "someone/nothing is neither a local folder or .gguf file nor on the hub"),
+            ("someone/gated", {}, "someone/gated is gated: accept its terms on the hub"),
+            (MODEL, {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
+            (MODEL, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
         ],
         2,
     ),
     ids=["unknown", "gated", "offline", "unreachable"],
 )
-def test_what_the_hub_does_not_give_is_one_line(run, hub, arguments, environment, message):
+def test_what_the_hub_does_not_give_is_one_line(run, hub, model, environment, message):
     hub.gated.add("someone/gated")
-    code, out, err = run(*arguments, **environment)
+    code, out, err = run("inspect", model, **environment)
     assert (code, out) == (1, "")
     assert message in err
     assert len(err.splitlines()) == 1
@@ -199,15 +195,3 @@ def test_a_name_that_the_hub_cannot_have_is_refused_before_it_is_asked(name):
 def test_a_name_that_the_hub_can_have_is_asked_for(tmp_path, monkeypatch, name):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: validate_repo_id(model) or tmp_path)
     assert fetch_to_local_path(Path(name)) == tmp_path
-
-
-def test_bars_of_progress_are_for_terminals(tmp_path, monkeypatch):
-    fetched = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: fetched.append(model) or tmp_path)
-    enable_progress_bars()
-    try:
-        assert fetch_to_local_path(Path("someone/tiny")) == tmp_path
-        assert fetched == ["someone/tiny"]
-        assert are_progress_bars_disabled()
-    finally:
-        enable_progress_bars()

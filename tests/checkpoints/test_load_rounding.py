@@ -11,17 +11,9 @@ from tests.support import tiny_lm
 from tests.support.checkpoints import write_diffllama, write_llama, write_random
 from tests.support.thorough import sampled
 
-UNILM = {
-    "model_type": "diff_v1",
-    "vocab_size": tiny_lm.WORDS,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-}
+UNILM = {"model_type": "diff_v1", "vocab_size": tiny_lm.WORDS, "hidden_size": 64, "intermediate_size": 96}
+UNILM |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+UNILM |= {"rms_norm_eps": 1e-5}
 
 
 def write_unilm(folder, pairing):

@@ -118,16 +118,6 @@ def test_an_unreadable_journal_starts_over(killed, left):
     assert contents(left.parent / "out") == contents(killed / "expected")
 
 
-def test_two_runs_do_not_share_a_folder(killed, left):
-    import fcntl
-
-    with (left.parent / LOCK).open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        with pytest.raises(DiffQuantError, match="another run is writing"):
-            quantize(killed / "source", left.parent / "out", RECIPE)
-    assert left.exists()
-
-
 def test_a_lock_ends_with_the_process_that_was_killed_holding_it(killed, left):
     hold = """
 import sys, time

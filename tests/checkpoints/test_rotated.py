@@ -8,7 +8,7 @@ from diffquant.quantization.conversion import convert
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from tests.support.checkpoints import write_checkpoint, write_llama
+from tests.support.checkpoints import set_number, write_checkpoint, write_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.models import random_ids
 
@@ -143,11 +143,11 @@ def test_layers_that_read_the_residual_stream_otherwise_are_refused(tmp_path, so
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_nan_is_named(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "place"), [("model.norm.weight", (9,)), ("model.layers.1.mlp.down_proj.weight", (0, 9))]
+)
+def test_nan_is_named(tmp_path, name, place):
     source = write_llama(tmp_path / "llama")
-    tensors = load_file(source / WEIGHTS)
-    tensors[name].view(-1)[9] = float("nan")
-    save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
+    set_number(source, name, place, float("nan"))
     with pytest.raises(NonFiniteError, match=name.replace(".", r"\.")):
         convert(source, tmp_path / "out", "rotated")

@@ -52,12 +52,8 @@ def test_all_models_of_the_family_compute_the_same_numbers(tmp_path, source, dty
     before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("source", "out"))
     assert {name: tensor.dtype for name, tensor in before.items()} == {n: t.dtype for n, t in after.items()}
     changed = {name.split(".", 3)[-1] for name in before if not torch.equal(before[name], after[name])}
-    assert {
-        "input_layernorm.weight",
-        "self_attn.q_proj.weight",
-        "mlp.up_proj.weight",
-        "mlp.down_proj.weight",
-    } <= changed
+    scaled = ("input_layernorm", "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
+    assert {f"{name}.weight" for name in scaled} <= changed
     assert torch.equal(logits(tmp_path / "source", dtype), logits(tmp_path / "out", dtype))
 
 

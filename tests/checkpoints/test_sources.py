@@ -20,17 +20,10 @@ from tests.support.thorough import sampled
 
 TEXT = data.books_text()[5000:5400]
 # Widths that no power of two divides, three KV pairs, groups of 3 signal heads.
-AWKWARD = {
-    "vocab_size": tiny_lm.WORDS,
-    "hidden_size": 144,
-    "intermediate_size": 208,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 6,
-    "head_dim": 16,
-    "max_position_embeddings": 224,
-    "initializer_range": 0.1,
-}
+AWKWARD = {"vocab_size": tiny_lm.WORDS, "hidden_size": 144, "intermediate_size": 208, "num_hidden_layers": 3}
+AWKWARD |= {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 16, "max_position_embeddings": 224}
+AWKWARD |= {"initializer_range": 0.1}
+LATENTS = {"q_lora_rank": 48, "kv_lora_rank": 32, "v_head_dim": 8}
 SOURCES = {
     "diffllama": {},
     "llama": {"num_attention_heads": 9, "num_key_value_heads": 3, "attention_bias": True},
@@ -41,14 +34,7 @@ SOURCES = {
     "gated": {},
     "phi4flash": {"num_hidden_layers": 8, "head_dim": 12},
     # Six groups of two signal heads and a noise head.
-    "motif3": {
-        "num_attention_heads": 18,
-        "num_noise_heads": 6,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "v_head_dim": 8,
-        "moe_intermediate_size": 16,
-    },
+    "motif3": {"num_attention_heads": 18, "num_noise_heads": 6, "moe_intermediate_size": 16} | LATENTS,
 }
 # Weights of two in each gated network, three in each Mamba, two in each other mixer.
 # Of Motif-3 five in each attention, three in the dense network, five in each of experts.

@@ -91,17 +91,6 @@ def test_an_override_gives_16_bits_again(kept, tmp_path):
     assert str(load(tmp_path / "low").recipe.v) == "4:row"
 
 
-def test_a_residual_of_its_own_goes_before_the_sources(kept, tmp_path):
-    report = quantize(kept, tmp_path / "low", Recipe.of(weights="8:row", residual=5))
-    assert load(tmp_path / "low").recipe.residual == 5
-    assert report.notes[-1] == "residual 5 replaces the source's residual 3"
-
-
-def test_a_checkpoint_without_a_recipe_has_no_word_about_one(tmp_path):
-    report = quantize(write_checkpoint(tmp_path / "source", "unilm-v2"), tmp_path / "low", RECIPE)
-    assert report.notes == ()
-
-
 def test_the_dtype_that_a_model_runs_in_goes_along(tmp_path):
     source = write_checkpoint(tmp_path / "source", "unilm-v2")
     quantize(source, tmp_path / "half", RECIPE, dtype="bfloat16")

@@ -8,10 +8,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from diffquant import data
 from diffquant.checkpoints.tokenizer import explain_tokenizer_difference, load_tokenizer
-from diffquant.errors import CheckpointError
-from diffquant.onnx.exporter import export
-from diffquant.quantization.quantize import quantize
-from diffquant.recipe import Recipe
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.tables import in_one_test
@@ -159,20 +155,6 @@ def llama(tmp_path):
     return folder
 
 
-def test_the_file_goes_along_byte_for_byte(tmp_path, llama):
-    quantize(llama, tmp_path / "quantized", Recipe.of(weights="8:row"))
-    export(tmp_path / "quantized", tmp_path / "exported")
-    for folder in ("quantized", "exported"):
-        assert (tmp_path / folder / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
-
-
 def test_a_model_whose_dtype_transformers_cannot_read_has_a_tokenizer_all_the_same(llama):
     edit_json(llama / "config.json", dtype="torch.float32")
     assert load_tokenizer(llama).encode("It", add_special_tokens=False)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_pointer_of_git_lfs_is_named(llama, name):
-    (llama / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git LFS"):
-        load_tokenizer(llama)

@@ -16,7 +16,7 @@ from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from tests.support import tiny_lm
-from tests.support.checkpoints import contents, edit_json, write_checkpoint, write_diffllama
+from tests.support.checkpoints import edit_json, write_checkpoint, write_diffllama
 from tests.support.tables import in_one_test
 
 CODE = "from pathlib import Path\nPath({!r}).touch()\nfrom transformers import LlamaTokenizer as Evil\n"
@@ -37,9 +37,7 @@ def test_a_checkpoints_python_is_not_run_though_someone_would_say_yes(copied, tm
     (copied / "tokenizer.json").unlink()
     (copied / "evil.py").write_text(CODE.format(str(marker)))
     edit_json(
-        copied / "tokenizer_config.json",
-        auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
-        tokenizer_class="Evil",
+        copied / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, tokenizer_class="Evil"
     )
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(CheckpointError, match=r"cannot read a tokenizer.*the checkpoint's Python code"):
@@ -47,7 +45,7 @@ def test_a_checkpoints_python_is_not_run_though_someone_would_say_yes(copied, tm
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "LICENSE", "notes.txt", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("name", ["config.json", "LICENSE", "notes.txt", "tokenizer.json", "README.md"])
 def test_a_link_out_of_the_folder_is_not_followed(copied, tmp_path, name):
     secret = tmp_path / "secret"
     secret.write_text("{}")
@@ -170,14 +168,6 @@ def test_overwrite_spares_what_diffquant_did_not_write(model, tmp_path, stranger
     with pytest.raises(OutputExistsError, match=f"holds {stranger}, which diffquant did not write"):
         quantize(model, output, Recipe.of(weights="4:g16"), overwrite=True)
     assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
-
-
-def test_overwrite_replaces_an_output_of_its_own(model, tmp_path):
-    quantize(model, tmp_path / "out", Recipe.of(weights="8:row"))
-    quantize(model, tmp_path / "out", Recipe.of(weights="4:g16"), overwrite=True)
-    quantize(model, tmp_path / "fresh", Recipe.of(weights="4:g16"))
-    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["fresh", "out"]
 
 
 def test_a_folder_of_anothers_checkpoint_is_not_overwritten(model, copied, tmp_path):

@@ -42,10 +42,7 @@ OF_LINEARS = {
     "BertLMHeadModel": WIDE | {"intermediate_size": 96, "is_decoder": True},
 }
 NEMOTRON = LLAMA | {"layers_block_type": ["moe"], "n_routed_experts": 2, "moe_intermediate_size": 96}
-EXPERTS_FIRST = {
-    "GptOssForCausalLM": EXPERTS,
-    "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 96},
-}
+EXPERTS_FIRST = {"GptOssForCausalLM": EXPERTS, "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 96}}
 
 
 def random_model(name, sizes):
@@ -83,16 +80,6 @@ def test_linears_are_not_taken_for_transposed(tmp_path, name, sizes):
     source = open_weights(write(tmp_path / "model", random_model(name, sizes)))
     assert find_transposed(source.checkpoint.tensors) == []
     assert plan_quantization(source, Recipe.of(weights="4:row")).schemes
-
-
-@in_one_test(("name", "sizes"), EXPERTS_FIRST.items())
-def test_experts_that_multiply_from_the_right_are_refused(tmp_path, name, sizes):
-    source = open_weights(write(tmp_path / "model", random_model(name, sizes)))
-    experts = [name for name, info in source.checkpoint.tensors.items() if len(info.shape) == 3]
-    assert experts
-    assert find_transposed(source.checkpoint.tensors) == experts
-    with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
-        plan_quantization(source, Recipe.of(weights="4:row"))
 
 
 @pytest.mark.parametrize(("width", "inner"), [(64, 64), (64, 32), (32, 64), (96, 64)], ids=str)

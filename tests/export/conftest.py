@@ -19,6 +19,14 @@ def few_positions(monkeypatch):
     monkeypatch.setattr(passages, "BEGINNING", 22)
 
 
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """`exports_in` a folder of its own, whose exports tests read and do not change."""
+    from tests.support.exports import exports_in
+
+    return exports_in(tmp_path_factory.mktemp("made"))
+
+
 @pytest.fixture
 def library():
     """Path of the native library."""

@@ -7,13 +7,11 @@ from onnx import helper
 
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import ToleranceError
-from diffquant.onnx import ExportOptions, export, verify
+from diffquant.onnx import verify
 from diffquant.onnx.files import model_file
 from diffquant.onnx.graph.plan import attention_spec
 from diffquant.onnx.native import OVERRIDE
 from diffquant.onnx.verifier import body_problems
-from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
 from tests.support.planted import PlantedExport
 from tests.support.tables import in_one_test
 
@@ -36,19 +34,9 @@ WRITTEN = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    root, made = tmp_path_factory.mktemp("exports"), {}
-
-    def make(name):
-        if name not in made:
-            family, options = EXPORTS[name]
-            checkpoint, parsed = write_checkpoint(root / name, family), ExportOptions.parse(**options)
-            export(checkpoint, root / f"{name} out", parsed, ranges=cache_ranges(checkpoint, parsed))
-            made[name] = checkpoint, root / f"{name} out"
-        return made[name]
-
-    return make
+@pytest.fixture
+def exported(made):
+    return lambda name: made(EXPORTS[name][0], **EXPORTS[name][1])
 
 
 def graph_and_width(checkpoint, folder):

@@ -1,6 +1,5 @@
 """Exported models against torch: every source, every precision, codes bit for bit."""
 
-import json
 import re
 from itertools import product
 
@@ -21,14 +20,12 @@ from diffquant.onnx.architectures.transformer import TransformerDecoder
 from diffquant.onnx.files import DATA_FILE, MODEL_FILE
 from diffquant.onnx.graph import plan, streaming
 from diffquant.onnx.graph.matrix import attention_head_layout
-from diffquant.onnx.graph.op import OpAttributes
-from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.recipe.numbers.absmax import max_code
 from diffquant.recipe.numbers.packing import unpack
 from diffquant.recipe.scheme import Scheme
 from tests.support.checkpoints import SIZES, SOURCES, write_checkpoint
-from tests.support.exports import cache_ranges
+from tests.support.exports import export_to
 from tests.support.models import random_ids
 from tests.support.stacks import rows_of
 from tests.support.tables import in_one_test
@@ -51,28 +48,10 @@ PRECISIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    made = {}
-
-    def make(source):
-        if source not in made:
-            made[source] = write_checkpoint(root / source, source)
-        return made[source]
-
-    return make
-
-
-def exported(source, folder, **options):
-    parsed = ExportOptions.parse(**options)
-    export(source, folder, parsed, ranges=cache_ranges(source, parsed))
-    return folder
-
-
 @pytest.mark.parametrize("source", sampled(SOURCES, 2))
-def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
-    found = verify(exported(checkpoint(source), tmp_path / "out"), checkpoint(source), tolerance=1e-5)
+def test_every_source_computes_what_torch_does(made, source):
+    checkpoint, folder = made(source)
+    found = verify(folder, checkpoint, tolerance=1e-5)
     names = ["prefill", "padded batch", "chunked prefill", "decode", "batch decode", "decode in place", "long context"]
     assert [route.name for route in found.routes if route.session == "as exported"] == names
     assert next(iter(found.tokens.values())).agreement == 1.0
@@ -81,9 +60,9 @@ def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
 @pytest.mark.parametrize(
     ("precision", "source"), sampled(product(PRECISIONS, ["unilm-v1", "unilm-v2-half", "motif-grouped"]), 7)
 )
-def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path, source, precision):
-    folder = exported(checkpoint(source), tmp_path / "out", **PRECISIONS[precision])
-    found = verify(folder, checkpoint(source))
+def test_every_precision_computes_what_its_simulation_does(made, source, precision):
+    checkpoint, folder = made(source, **PRECISIONS[precision])
+    found = verify(folder, checkpoint)
     exact = [route for route in found.routes if route.session != "int8 activations"]
     typical, largest = (
         max(measure.value for r in exact for measure in getattr(r, name)) for name in ("typical", "largest")
@@ -106,17 +85,12 @@ def largest_error(found):
     return max(route.logits.value for route in routes if route.logits is not None)
 
 
-@in_one_test("precision", ["int4", "kv8", "all", "no-cache"])
-def test_the_plain_transformer_takes_the_same_options(checkpoint, tmp_path, precision):
-    folder = exported(checkpoint("llama"), tmp_path / "out", **PRECISIONS[precision])
-    assert verify(folder, checkpoint("llama")).passed
-
-
-def test_logits_equal_stock_transformers_to_the_end_of_the_context(checkpoint, tmp_path):
+def test_logits_equal_stock_transformers_to_the_end_of_the_context(made):
     ids = random_ids(2, SIZES["max_position_embeddings"]).numpy()
-    model = OnnxModel(exported(checkpoint("diffllama"), tmp_path / "out"), 1, every_position=True)
+    checkpoint, folder = made("diffllama")
+    model = OnnxModel(folder, 1, every_position=True)
     (logits,), _ = model.run(ids, np.ones_like(ids), model.allocate_cache(2))
-    oracle = DiffLlamaForCausalLM.from_pretrained(checkpoint("diffllama")).eval()(torch.from_numpy(ids)).logits
+    oracle = DiffLlamaForCausalLM.from_pretrained(checkpoint).eval()(torch.from_numpy(ids)).logits
     np.testing.assert_allclose(logits, oracle.numpy(), rtol=0, atol=2e-5)
 
 
@@ -138,7 +112,7 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
     plain = write_checkpoint(tmp_path / "plain", "diffllama", dtype)
     quantized = tmp_path / "quantized"
     diffquant.quantize(plain, quantized, diffquant.Recipe.of(weights=weights))
-    folder = exported(quantized, tmp_path / "out")
+    folder = export_to(tmp_path / "out", quantized)
     source = open_checkpoint(plain)
     adapter = adapter_for(source.config)
     model = onnx.load(folder / MODEL_FILE)
@@ -164,15 +138,15 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
 
 
 @in_one_test(("weights", "options"), [("4:g32", {}), ("4:g32", {"accuracy_level": 1}), ("8:g32", {})])
-def test_the_lowest_code_and_negative_scales_are_read_alike(checkpoint, tmp_path, weights, options):
+def test_the_lowest_code_and_negative_scales_are_read_alike(made, tmp_path, weights, options):
     quantized = tmp_path / "quantized"
-    diffquant.quantize(checkpoint("diffllama"), quantized, diffquant.Recipe.of(weights=weights, rounding="mse"))
+    diffquant.quantize(made("diffllama")[0], quantized, diffquant.Recipe.of(weights=weights, rounding="mse"))
     module = "model.layers.1.mlp.down_proj.weight"
     source = open_checkpoint(quantized)
     assert (source.read(f"{module}_scale") < 0).any()
     codes = unpack(source.read(f"{module}_packed"), int(weights[0]), 32)
     assert codes.amin() == -(2 ** (int(weights[0]) - 1))
-    found = verify(exported(quantized, tmp_path / "out", **options), quantized)
+    found = verify(export_to(tmp_path / "out", quantized, **options), quantized)
     assert largest_error(found) < 1e-5
     assert found.passed
 
@@ -181,7 +155,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     plain = write_checkpoint(tmp_path / "plain", "diffllama")
     diffquant.quantize(plain, tmp_path / "quantized", diffquant.Recipe.of(weights="4:g32", kv=8))
     with pytest.raises(diffquant.DiffQuantError, match="quantized weights already"):
-        exported(tmp_path / "quantized", tmp_path / "out", weights="4:g32")
+        export_to(tmp_path / "out", tmp_path / "quantized", weights="4:g32")
     report = export(tmp_path / "quantized", tmp_path / "out")
     text = "\n".join(report.notes)
     assert "recipe (k 8:row" in text
@@ -192,32 +166,20 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
 @pytest.mark.parametrize(
     "options", sampled([{"weights": "6:g16"}, {"weights": "8:row"}, {"embed_bits": 8}], 3), ids=str
 )
-def test_codes_of_8_bits_round_activations_at_both_accuracy_levels(checkpoint, tmp_path, options):
-    folders = [
-        exported(checkpoint("unilm-v2"), tmp_path / str(level), accuracy_level=level, **options) for level in (4, 1)
-    ]
-    graphs = [(folder / MODEL_FILE).read_bytes() for folder in folders]
-    assert graphs[0] == graphs[1]
-    assert "int8 activations" in {route.session for route in verify(folders[1], checkpoint("unilm-v2")).routes}
+def test_codes_of_8_bits_round_activations_at_both_accuracy_levels(made, options):
+    (_, rounded), (checkpoint, folder) = (made("unilm-v2", accuracy_level=level, **options) for level in (4, 1))
+    assert (rounded / MODEL_FILE).read_bytes() == (folder / MODEL_FILE).read_bytes()
+    assert "int8 activations" in {route.session for route in verify(folder, checkpoint).routes}
 
 
-@pytest.mark.usefixtures("library")
-def test_accuracy_level_1_keeps_float32_activations_beside_codes_of_4_bits(checkpoint, tmp_path):
-    folder = exported(checkpoint("unilm-v2"), tmp_path / "out", weights="4:g32", accuracy_level=1)
-    exact = verify(folder, checkpoint("unilm-v2"))
-    assert {route.session for route in exact.routes} == {"as exported", "function body"}
-    assert largest_error(exact) < 1e-5
-
-
-def test_a_head_of_8_bits_rounds_where_accuracy_level_1_spares_the_rest(checkpoint, tmp_path):
-    options = {"weights": "4:g32", "embed_bits": 8, "accuracy_level": 1}
-    folder = exported(checkpoint("unilm-v1"), tmp_path / "out", **options)
+def test_a_head_of_8_bits_rounds_where_accuracy_level_1_spares_the_rest(made):
+    checkpoint, folder = made("unilm-v1", weights="4:g32", embed_bits=8, accuracy_level=1)
     nodes = [node for node in onnx.load(folder / MODEL_FILE).graph.node if node.op_type == "MatMulNBits"]
     attributes = [{a.name: a.i for a in node.attribute} for node in nodes]
     assert {(each["bits"], each["accuracy_level"]) for each in attributes} == {(4, 1), (8, 4)}
     assert {node.domain for node in nodes if node.input[1].startswith("model.layers")} == {"com.microsoft"}
     assert nodes[-1].domain == "diffquant"
-    assert verify(folder, checkpoint("unilm-v1")).passed
+    assert verify(folder, checkpoint).passed
 
 
 @pytest.mark.parametrize(
@@ -231,73 +193,39 @@ def test_a_head_of_8_bits_rounds_where_accuracy_level_1_spares_the_rest(checkpoi
 )
 def test_widths_that_no_kernels_block_has_are_computed(tmp_path, weights, sizes):
     source = write_checkpoint(tmp_path / "plain", "diffllama", **sizes)
-    folder = exported(source, tmp_path / "out", weights=weights)
+    folder = export_to(tmp_path / "out", source, weights=weights)
     assert largest_error(verify(folder, source)) < 1e-5
 
 
-def test_gates_that_a_recipe_names_are_read_from_their_codes(checkpoint, tmp_path):
+def test_gates_that_a_recipe_names_are_read_from_their_codes(made, tmp_path):
     recipe = diffquant.Recipe.of(weights="4:g32", overrides={"*.lambda_proj": "8:row", "*.output_gate_proj": "8:row"})
-    diffquant.quantize(checkpoint("gated"), tmp_path / "quantized", recipe)
+    diffquant.quantize(made("gated")[0], tmp_path / "quantized", recipe)
     source = tmp_path / "quantized"
-    assert verify(exported(source, tmp_path / "out"), source, threads=1).passed
+    assert verify(export_to(tmp_path / "out", source), source, threads=1).passed
 
 
-@in_one_test("kv_bits", [16, 8, 4])
-def test_the_graph_is_built_once(checkpoint, tmp_path, monkeypatch, kv_bits):
-    plans = []
-    emit = TransformerDecoder.add_all_nodes
+def test_the_graph_is_built_and_each_matrix_planned_once(made, tmp_path, monkeypatch):
+    plans, names, emit, read = [], [], TransformerDecoder.add_all_nodes, plan.open_matrix
     monkeypatch.setattr(TransformerDecoder, "add_all_nodes", lambda decoder: plans.append(decoder) or emit(decoder))
-    exported(checkpoint("unilm-v1"), tmp_path / "out", kv_bits=kv_bits, weights="4:g32")
-    assert len(plans) == 1
-
-
-def test_each_matrix_is_planned_once(checkpoint, tmp_path, monkeypatch):
-    names = []
-    read = plan.open_matrix
     monkeypatch.setattr(
         plan, "open_matrix", lambda source, name, *rest: names.append(name) or read(source, name, *rest)
     )
-    exported(checkpoint("diffllama"), tmp_path / "out", weights="4:g32", embed_bits=8)
-    assert len(names) == len(set(names)) == 2 * 7 + 2
+    export_to(tmp_path / "out", made("diffllama")[0], weights="4:g32", kv_bits=8, embed_bits=8)
+    assert (len(plans), len(names), len(set(names))) == (1, 16, 16)
 
 
-def test_attention_is_one_node_a_layer_and_every_attribute_is_written(checkpoint, tmp_path):
-    model = onnx.load(exported(checkpoint("unilm-v1"), tmp_path / "out") / MODEL_FILE, load_external_data=False)
-    attention = [node for node in model.graph.node if node.domain == "diffquant"]
-    assert [node.op_type for node in attention] == ["DifferentialAttention"] * 2
-    # ONNX Runtime's errors and profiles call a node by its name.
-    assert [node.name for node in attention] == ["layers.0.attention", "layers.1.attention"]
-    assert {frozenset(a.name for a in node.attribute) for node in attention} == {
-        frozenset(OpAttributes.__annotations__)
-    }
-    assert model.ir_version == 10
-
-
-def test_the_record_names_options_source_and_stored_bits(checkpoint, tmp_path):
-    folder = exported(checkpoint("unilm-v1"), tmp_path / "out", weights="6:g32")
-    manifest = read_manifest(folder)
-    assert manifest.options == ExportOptions.parse(weights="6:g32")
-    assert manifest.tensors["model.layers.0.mlp.up_proj.weight"] == {
-        "bits": 6,
-        "container_bits": 8,
-        # A float32 scale for 32 codes.
-        "stored_bits": 9,
-        "granularity": "g32",
-    }
-    assert set(manifest.files.by_name) == {MODEL_FILE, DATA_FILE}
-    assert json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]["head_size"] == 32
-
-
-def test_the_same_checkpoint_gives_the_same_bytes(checkpoint, tmp_path):
-    folders = [exported(checkpoint("unilm-v2"), tmp_path / name, weights="4:g32", kv_bits=8) for name in "ab"]
+def test_the_same_checkpoint_gives_the_same_bytes(made, tmp_path):
+    options = {"weights": "4:g32", "kv_bits": 8}
+    checkpoint, folder = made("unilm-v2", **options)
+    again = export_to(tmp_path / "again", checkpoint, **options)
     for name in (MODEL_FILE, DATA_FILE):
-        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_a_matrix_in_many_blocks_of_rows_is_the_same_in_the_file_and_no_block_is_larger_than_said(
-    checkpoint, tmp_path, monkeypatch
+    made, tmp_path, monkeypatch
 ):
-    whole = exported(checkpoint("unilm-v1"), tmp_path / "whole")
+    checkpoint, whole = made("unilm-v1")
     put, sizes = streaming.PreallocatedFile.put, []
 
     def watched(file, data, offset):
@@ -307,7 +235,7 @@ def test_a_matrix_in_many_blocks_of_rows_is_the_same_in_the_file_and_no_block_is
     widest = SIZES["intermediate_size"]
     monkeypatch.setattr(streaming.PreallocatedFile, "put", watched)
     monkeypatch.setattr(streaming, "BLOCK_ELEMENTS", widest)
-    blocks = exported(checkpoint("unilm-v1"), tmp_path / "blocks")
+    blocks = export_to(tmp_path / "blocks", checkpoint)
     assert (blocks / DATA_FILE).read_bytes() == (whole / DATA_FILE).read_bytes()
     assert len(sizes) > 100
     assert max(sizes) <= 4 * widest
@@ -316,7 +244,7 @@ def test_a_matrix_in_many_blocks_of_rows_is_the_same_in_the_file_and_no_block_is
 def test_tied_weights_are_stored_once(tmp_path):
     source = write_checkpoint(tmp_path / "plain", "unilm-v1", vocab_size=4000)
     for options in ({}, {"embed_bits": 8}):
-        folder = exported(source, tmp_path / f"out{len(options)}", **options)
+        folder = export_to(tmp_path / f"out{len(options)}", source, **options)
         names = [t.name for t in onnx.load(folder / MODEL_FILE, load_external_data=False).graph.initializer]
         assert not [name for name in names if "lm_head" in name]
         assert verify(folder, source).passed

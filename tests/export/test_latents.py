@@ -12,48 +12,28 @@ from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.recipe import Recipe
-from tests.support.checkpoints import MOTIF3, write_checkpoint
-from tests.support.exports import cache_ranges
+from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import export_to
 from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
 from tests.support.thorough import sampled
 
-# A row of 14 channels, which GroupQueryAttention does not take; an expert's width that no byte divides at 4 bits.
-SIZES = {"max_position_embeddings": 96}
-EVEN = SIZES | {"moe_intermediate_size": 8}
-LATENT = MOTIF3["kv_lora_rank"]
+CONTEXT = 96
 
 
 @pytest.fixture(scope="module")
-def motif3(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("motif3") / "model", "motif3", **SIZES)
+def motif3(made):
+    return made("motif3", CONTEXT)[0]
 
 
-def exported(source, folder, **options):
-    parsed = ExportOptions.parse(**options)
-    export(source, folder, parsed, ranges=cache_ranges(source, parsed))
-    return folder
+FORMS = [{"weights": "4:row", "kv_bits": 8, "embed_bits": 8}, {"weights": "8:row", "accuracy_level": 1, "kv_bits": 4}]
+FORMS += [{"weights": "6:row", "kv_bits": 8}, {"portable": True, "weights": "4:row"}, {"cache": False}]
+FORMS += [{"dtype": "float16"}, {"logits": "6:row"}, {"logits": "6:tensor"}]
 
 
-@pytest.mark.parametrize(
-    "options",
-    sampled(
-        [
-            {"weights": "4:row", "kv_bits": 8, "embed_bits": 8},
-            {"weights": "8:row", "accuracy_level": 1, "kv_bits": 4},
-            {"weights": "6:row", "kv_bits": 8},
-            {"portable": True, "weights": "4:row"},
-            {"cache": False},
-            {"dtype": "float16"},
-            {"logits": "6:row"},
-            {"logits": "6:tensor"},
-        ],
-        4,
-    ),
-    ids=lambda options: " ".join(f"{name} {value}" for name, value in options.items()),
-)
-def test_other_forms_are_proved(options, motif3, tmp_path):
-    assert verify(exported(motif3, tmp_path / "out", **options), motif3).passed
+@pytest.mark.parametrize("options", sampled(FORMS, 4), ids=str)
+def test_other_forms_are_proved(options, motif3, made):
+    assert verify(made("motif3", CONTEXT, **options)[1], motif3).passed
 
 
 def test_ranges_are_of_what_the_models_cache_keeps(motif3):
@@ -73,54 +53,26 @@ def test_ranges_are_of_what_the_models_cache_keeps(motif3):
         torch.testing.assert_close(ranges.tensors[f"layers.{layer}.k"], margin * lengths)
 
 
-def test_a_cache_holds_a_latent_as_a_key_and_the_same_codes_as_a_value(motif3, tmp_path):
-    model = OnnxModel(exported(motif3, tmp_path / "out", kv_bits=8), 1)
-    ids = random_ids(1, 12).numpy()
-    _, rows = model.run(ids, np.ones_like(ids), model.allocate_cache(1))
-    for key, value in zip(rows[0::2], rows[1::2], strict=True):
-        keys, values = key.numpy(), value.numpy()
-        assert keys.shape == (1, 1, 12, LATENT + MOTIF3["qk_rope_head_dim"])
-        np.testing.assert_array_equal(keys[..., :LATENT], values[..., :LATENT])
-        assert np.abs(keys).max() > 64
-        assert not values[..., LATENT:].any()
-
-
-def test_a_token_runs_its_own_experts_whatever_stands_beside_it(motif3, tmp_path):
-    """One sequence alone, in a padded batch, and token by token, with logits of every position."""
-    model = OnnxModel(exported(motif3, tmp_path / "out"), 1, every_position=True)
-    ids = random_ids(3, 20, 5).numpy()
-    lengths = [20, 11, 1]
-    wanted = diffquant.load(motif3, dtype=torch.float32)(torch.from_numpy(ids)).logits.numpy()
-    mask = np.array([[column < length for column in range(20)] for length in lengths]).astype(np.int64)
-    (padded,), cache = model.run(ids * mask, mask, model.allocate_cache(3))
-    for got, of, length in zip(padded, wanted, lengths, strict=True):
-        np.testing.assert_allclose(got[:length], of[:length], rtol=0, atol=2e-4)
-    cache = model.allocate_cache(1)
-    for end in range(1, 12):
-        (last,), cache = model.run(ids[1:2, end - 1 : end], np.ones((1, end), np.int64), cache)
-        np.testing.assert_allclose(last[0, 0], wanted[1, end - 1], rtol=0, atol=2e-4)
-
-
-def test_a_quantized_expert_needs_a_runtime_that_gathers_codes(motif3, tmp_path):
-    floors = {}
-    for name, options in {"float": {}, "codes": {"weights": "4:row"}}.items():
-        floors[name] = read_manifest(exported(motif3, tmp_path / name, portable=True, **options)).floor
-    assert floors == {"float": ">=1.18", "codes": ">=1.23"}
+def test_a_quantized_expert_needs_a_runtime_that_gathers_codes(made):
+    for options, floor in (({}, ">=1.18"), ({"weights": "4:row"}, ">=1.23")):
+        assert read_manifest(made("motif3", CONTEXT, portable=True, **options)[1]).floor == floor
 
 
 def test_what_a_graph_cannot_say_is_refused_with_its_reason(motif3, tmp_path):
     with pytest.raises(CheckpointError, match=r"draws whole maps"):
         export(motif3, tmp_path / "out", ExportOptions.parse(web=True))
-    odd = write_checkpoint(tmp_path / "odd", "motif3", kv_lora_rank=11, **SIZES)
+    odd = write_checkpoint(tmp_path / "odd", "motif3", kv_lora_rank=11)
     with pytest.raises(CheckpointError, match=r"its latents have 11 channels"):
         export(odd, tmp_path / "out", ExportOptions.parse(kv_bits=4))
 
 
 def test_experts_in_the_makers_nvfp4_are_exported_as_the_floats_of_their_codes(tmp_path):
-    wide = write_checkpoint(tmp_path / "wide", "motif3", hidden_size=32, moe_intermediate_size=32, **SIZES)
+    wide = write_checkpoint(
+        tmp_path / "wide", "motif3", hidden_size=32, moe_intermediate_size=32, max_position_embeddings=CONTEXT
+    )
     low = tmp_path / "low"
     diffquant.quantize(wide, low, Recipe.of(weights="16", overrides={"*.experts.*": "nvfp4"}))
-    model = OnnxModel(exported(low, tmp_path / "out"), 1, every_position=True)
+    model = OnnxModel(export_to(tmp_path / "out", low), 1, every_position=True)
     ids = random_ids(1, 15)
     (logits,), _ = model.run(ids.numpy(), np.ones((1, 15), np.int64), model.allocate_cache(1))
     wanted = diffquant.load(low, dtype=torch.float32)(ids).logits
@@ -173,14 +125,9 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def sound(motif3, tmp_path_factory):
-    return exported(motif3, tmp_path_factory.mktemp("sound") / "out")
-
-
 @pytest.mark.parametrize("fault", sampled(FAULTS, 4))
-def test_a_fault_of_latents_experts_and_streams_is_refused(fault, motif3, sound, tmp_path):
-    planted = PlantedExport.copy(sound, tmp_path / "planted")
+def test_a_fault_of_latents_experts_and_streams_is_refused(fault, motif3, made, tmp_path):
+    planted = PlantedExport.copy(made("motif3", CONTEXT)[1], tmp_path / "planted")
     FAULTS[fault](planted)
     planted.save()
     with pytest.raises(ToleranceError):

@@ -120,16 +120,6 @@ def test_instruction_sets_of_other_machines_give_the_same_bits_on_a_model_of_the
         assert given.tobytes() == plain.tobytes(), shape
 
 
-def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(library):
-    x, stored, scales, _ = inputs(40, 48, 128, 32, 4)
-    native = ctypes.CDLL(str(library)).diffquant_matmul
-    for name in (b"plain", b"avx2", b"avx512vnni", b"amx"):
-        together = product(native, x, stored, scales, 32, 4, name)
-        if together is not None:
-            alone = product(native, x[17:18].copy(), stored, scales, 32, 4, name)
-            assert alone.tobytes() == together[17:18].tobytes()
-
-
 def test_what_is_not_finite_makes_its_own_row_nan(library):
     x, stored, scales, _ = inputs(4, 16, 64, 32, 4)
     x[1, 3], x[2, 40] = np.nan, np.inf

@@ -15,16 +15,8 @@ from diffquant.onnx import ExportOptions, export, verify
 from tests.support.models import random_diffllama
 from tests.support.thorough import sampled
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True}
 
 
 def random_model(folder, seed):

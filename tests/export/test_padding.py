@@ -6,10 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diffquant.errors import CheckpointError
-from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.runtime.session import OnnxModel
-from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
@@ -35,22 +32,10 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+@pytest.fixture
+def exported(made):
     """A function from a family and a form to its checkpoint and its exported folder."""
-    root, made = tmp_path_factory.mktemp("exports"), {}
-
-    def make(family, form):
-        if family not in made:
-            made[family] = write_checkpoint(root / family, family)
-        folder = root / f"{family} {form}"
-        if folder not in made:
-            options = ExportOptions.parse(**FORMS[form])
-            export(made[family], folder, options, ranges=cache_ranges(made[family], options))
-            made[folder] = folder
-        return made[family], folder
-
-    return make
+    return lambda family, form: made(family, **FORMS[form])
 
 
 def batch_of(name):
@@ -127,6 +112,11 @@ def test_the_folder_as_it_is_gives_the_last_tokens_logits(exported, form):
                 end = first - 1 - mask[row, :first][::-1].argmax()
                 np.testing.assert_array_equal(found[row, 0], whole[row, end])
             np.testing.assert_array_equal(found[row, 1:], whole[row, first:])
+
+
+def test_a_folder_without_a_cache_gives_the_logits_of_every_position(exported):
+    (logits,), _ = OnnxModel(exported("diffllama", "no cache")[1], 1).run(np.full((1, 6), 5), np.ones((1, 6), int), [])
+    assert logits.shape[:2] == (1, 6)
 
 
 def test_a_prompt_in_pieces_may_have_its_padding_anywhere(exported):

@@ -17,8 +17,6 @@ from diffquant.onnx.native import count_attention_calls
 from diffquant.onnx.native.build import LIBRARY, SOURCES, build, find_compiler
 from diffquant.onnx.verification import passages, reference
 from diffquant.recipe import Recipe
-from tests.support.checkpoints import SIZES, write_checkpoint
-from tests.support.exports import cache_ranges
 from tests.support.planted import (
     LAYER,
     PlantedExport,
@@ -55,29 +53,10 @@ BASES = {
 CONTEXTS = {"long": 512, "portable": 512}
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+@pytest.fixture
+def exported(made):
     """A function from the name of a base to its checkpoint and its sound export."""
-    root = tmp_path_factory.mktemp("sound")
-    made = {}
-
-    def make(base):
-        if base not in made:
-            source, options = BASES[base]
-            context = CONTEXTS.get(base, SIZES["max_position_embeddings"])
-            checkpoint = root / f"{source}-{context}"
-            if not checkpoint.exists():
-                write_checkpoint(checkpoint, source, max_position_embeddings=context)
-            made[base] = checkpoint, export_to(checkpoint, root / base, options)
-        return made[base]
-
-    return make
-
-
-def export_to(checkpoint, folder, options):
-    parsed = ExportOptions.parse(**options)
-    export(checkpoint, folder, parsed, ranges=cache_ranges(checkpoint, parsed))
-    return folder
+    return lambda base: made(BASES[base][0], CONTEXTS.get(base), **BASES[base][1])
 
 
 def scaled(name, by):
@@ -401,11 +380,7 @@ def test_a_planted_fault_is_refused(exported, tmp_path, request, fault):
 
 # Lines of the kernel's C++, each with a fault that is there where DIFFQUANT_FAULT has its number.
 NATIVE = {
-    "keys rotated one place late": (
-        "attend.h",
-        "rotation.move_to(position);",
-        "rotation.move_to(position + FAULT);",
-    ),
+    "keys rotated one place late": ("attend.h", "rotation.move_to(position);", "rotation.move_to(position + FAULT);"),
     "a token does not see itself": (
         "attend.h",
         "const int64_t end = problem_.start[block_.sequence] + token(row) + 1;",
@@ -426,11 +401,7 @@ NATIVE = {
         "scale[problem_.key_offset(map) + c] : 1.0f",
         "scale[problem_.key_offset(FAULT ? 0 : map) + c] : 1.0f",
     ),
-    "one scale for all value channels": (
-        "attend.h",
-        "sums[c] *= scale[c]",
-        "sums[c] *= scale[FAULT ? 0 : c]",
-    ),
+    "one scale for all value channels": ("attend.h", "sums[c] *= scale[c]", "sums[c] *= scale[FAULT ? 0 : c]"),
     "one map's weights that do not add up to 1": (
         "softmax.h",
         "V::store(at, V::mul(V::load(at), share));",
@@ -537,12 +508,12 @@ SOUND = {
 
 
 @pytest.mark.parametrize("name", sampled(SOUND, 3))
-def test_no_sound_export_is_refused(exported, tmp_path, monkeypatch, name):
+def test_no_sound_export_is_refused(made, monkeypatch, name):
     monkeypatch.setattr(passages, "LONGEST", 160)
     monkeypatch.setattr(passages, "POSITIONS", 512)
     source, options = SOUND[name]
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
-    assert verify(export_to(checkpoint, tmp_path / "out", options), checkpoint, threads=1).passed
+    checkpoint, folder = made(source, **options)
+    assert verify(folder, checkpoint, threads=1).passed
 
 
 @pytest.mark.parametrize("checkpoint", sampled(pocket_models("prose"), 3), ids=lambda path: path.name)

@@ -3,53 +3,35 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnxruntime_genai as og
 import pytest
 
 import diffquant.data
-from diffquant.errors import CheckpointError, OutputExistsError, UsageError
+from diffquant.errors import OutputExistsError, UsageError
 from diffquant.onnx import ExportOptions, Generator, export, verify
-from diffquant.onnx.files import MODEL_FILE, PORTABLE
+from diffquant.onnx.files import PORTABLE
 from diffquant.onnx.runtime.session import OnnxModel
-from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
 from tests.support.thorough import sampled
 
 POCKET = Path(diffquant.data.__file__).parent / "pocket"
 
 
-def portable(tmp_path, source, **options):
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
-    parsed = ExportOptions.parse(portable=True, **options)
-    export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
-    return checkpoint, tmp_path / "out"
-
-
 ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 
 
-@pytest.mark.parametrize(
-    ("source", "options"),
-    sampled(
-        [
-            ("diffllama", ALL),
-            ("motif-grouped", {"dtype": "float16"}),
-            ("gated", {"logits": "6:tensor"}),
-            ("llama", {}),
-            ("unilm-v2-half", ALL),
-        ],
-        3,
-    ),
-)
-def test_verify_finds_no_fault(tmp_path, source, options):
-    checkpoint, folder = portable(tmp_path, source, **options)
+SOURCES = [("diffllama", ALL), ("motif-grouped", {"dtype": "float16"}), ("gated", {"logits": "6:tensor"})]
+SOURCES += [("llama", {}), ("unilm-v2-half", ALL)]
+
+
+@pytest.mark.parametrize(("source", "options"), sampled(SOURCES, 3))
+def test_verify_finds_no_fault(made, source, options):
+    checkpoint, folder = made(source, portable=True, **options)
     assert verify(folder, checkpoint, threads=1).passed
 
 
-def test_the_graph_has_no_functions_and_the_names_that_readers_know(tmp_path):
-    _, folder = portable(tmp_path, "motif-grouped", **ALL)
+def test_the_graph_has_no_functions_and_the_names_that_readers_know(made):
+    _, folder = made("motif-grouped", portable=True, **ALL)
     model = onnx.load(folder / PORTABLE.model, load_external_data=False)
     onnx.checker.check_model(str(folder / PORTABLE.model))
     assert not model.functions
@@ -68,22 +50,13 @@ def test_the_graph_has_no_functions_and_the_names_that_readers_know(tmp_path):
     )
 
 
-def test_scales_of_a_quantized_embedding_are_an_initializer(tmp_path):
-    _, folder = portable(tmp_path, "diffllama", **ALL)
+def test_scales_of_a_quantized_embedding_are_an_initializer(made):
+    _, folder = made("diffllama", portable=True, **ALL)
     graph = onnx.load(folder / PORTABLE.model, load_external_data=False).graph
     (lookup,) = (node for node in graph.node if node.op_type == "GatherBlockQuantized")
     tensors = {each.name: each for each in graph.initializer}
     scales = tensors[lookup.input[2]]
     assert scales.external_data == tensors[scales.name.removesuffix("_blocks")].external_data
-
-
-def test_tokens_are_those_of_a_plain_folder(tmp_path):
-    checkpoint, folder = portable(tmp_path, "diffllama", embed_bits=8)
-    export(checkpoint, tmp_path / "plain", ExportOptions(embed_bits=8))
-    ids = np.array([[5, 9, 2, 7, 1]])
-    runs = [OnnxModel(each, 1, native=False) for each in (folder, tmp_path / "plain")]
-    (mine,), (theirs,) = (run.run(ids, np.ones_like(ids), run.allocate_cache(1))[0] for run in runs)
-    np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_onnxruntime_genai_and_diffquant_open_it(tmp_path):
@@ -109,28 +82,8 @@ def test_a_portable_folder_is_overwritten_and_what_somebody_put_into_it_is_not(t
     with pytest.raises(OutputExistsError, match=r"holds onnx/notes\.txt, which diffquant did not write"):
         export(source, out, overwrite=True)
     (out / "onnx" / "notes.txt").unlink()
-    (out / "mine").mkdir()
-    with pytest.raises(OutputExistsError, match="holds mine, which diffquant did not write"):
-        export(source, out, overwrite=True)
-    (out / "mine").rmdir()
     export(source, out, overwrite=True)
     assert not (out / "onnx").exists()
-
-
-def test_a_changed_file_is_noticed(tmp_path):
-    checkpoint, folder = portable(tmp_path, "diffllama")
-    with (folder / PORTABLE.data).open("r+b") as data:
-        data.write(b"\1")
-    with pytest.raises(CheckpointError, match=f"{PORTABLE.data} changed since export"):
-        verify(folder, checkpoint)
-
-
-def test_a_missing_data_file_is_named(tmp_path):
-    _, folder = portable(tmp_path, "diffllama")
-    (folder / PORTABLE.data).unlink()
-    with pytest.raises(CheckpointError, match=f"{PORTABLE.model}: model.onnx_data is missing"):
-        OnnxModel(folder)
-    assert not (folder / MODEL_FILE).exists()
 
 
 def test_a_page_is_refused():

@@ -1,21 +1,14 @@
 """`QuantizedAttention`, by the native kernel and by its body, against torch's own attention in float64."""
 
+from itertools import pairwise
+
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
-from diffquant.onnx import ExportOptions, export
-from diffquant.onnx.files import MODEL_FILE
 from diffquant.onnx.native import count_attention_calls
-from diffquant.onnx.runtime.session import OnnxModel
-from tests.conformance.schemas import quantized_attention_schema
 from tests.support.attention_cases import codes_in
-from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
 from tests.support.head_cases import HeadCase, feed
-from tests.support.models import random_ids
 from tests.support.native_cases import session
 from tests.support.tables import in_one_test
 
@@ -38,6 +31,15 @@ def assert_codes(case, inputs, caches, rows):
         assert np.abs(codes_in(cache, case.bits, rows) - np.clip(exact, 1 - limit, limit - 1)).max() < 0.5 + 1e-4
 
 
+def check_calls(call, case, inputs, past, *ends):
+    """Compare calls that end at these tokens, each behind the one before it, with torch's attention."""
+    for start, end in pairwise((0, *ends)):
+        tokens = slice(start, end)
+        output, *past = call(feed(inputs, tokens, past))
+        assert_codes(case, inputs, past, end)
+        assert_close(output, case.expected(inputs, tokens, past))
+
+
 @pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (9, 3), (5, 1)], ids=["mha", "gqa2", "gqa3", "mqa"])
 @pytest.mark.parametrize("width", [8, 20, 64, 128])
@@ -45,42 +47,19 @@ def test_prefill_chunk_and_decode_equal_torch(kernel, width, heads, kv_heads, bi
     case = HeadCase(bits, heads, kv_heads, width)
     call = call_of(kernel, case)
     for length, rows in ((1, 4), (17, 0), (64, 80), (129, 150)):
-        inputs, past = case.inputs(1, length + 12), case.past(1, rows)
-        for tokens in (slice(0, length), slice(length, length + 11), slice(length + 11, length + 12)):
-            output, *past = call(feed(inputs, tokens, past))
-            assert_codes(case, inputs, past, tokens.stop)
-            assert_close(output, case.expected(inputs, tokens, past))
+        check_calls(call, case, case.inputs(1, length + 12), case.past(1, rows), length, length + 11, length + 12)
 
 
 @pytest.mark.parametrize("rope", ["", "interleaved"])
 def test_other_rotations_equal_torch(kernel, rope):
     case = HeadCase(width=20, rope=rope)
-    inputs, past = case.inputs(2, 33), case.past(2, 0)
-    call = call_of(kernel, case)
-    for tokens in (slice(0, 30), slice(30, 33)):
-        output, *past = call(feed(inputs, tokens, past))
-        assert_codes(case, inputs, past, tokens.stop)
-        assert_close(output, case.expected(inputs, tokens, past))
+    check_calls(call_of(kernel, case), case, case.inputs(2, 33), case.past(2, 0), 30, 33)
 
 
 @pytest.mark.parametrize("window", [1, 5, 40])
 def test_a_window_hides_older_keys(kernel, window):
     case = HeadCase(window=window)
-    inputs, past = case.inputs(1, 70), case.past(1, 0)
-    call = call_of(kernel, case)
-    for tokens in (slice(0, 60), slice(60, 69), slice(69, 70)):
-        output, *past = call(feed(inputs, tokens, past))
-        assert_close(output, case.expected(inputs, tokens, past))
-
-
-def test_heads_wider_than_what_is_read_at_once(kernel):
-    case = HeadCase(heads=1, kv_heads=1, width=2100, rope="")
-    inputs, past = case.inputs(1, 30), case.past(1, 0)
-    inputs["query"] /= 8
-    call = call_of(kernel, case)
-    for tokens in (slice(0, 29), slice(29, 30)):
-        output, *past = call(feed(inputs, tokens, past))
-        assert_close(output, case.expected(inputs, tokens, past), atol=1e-4)
+    check_calls(call_of(kernel, case), case, case.inputs(1, 70), case.past(1, 0), 60, 69, 70)
 
 
 @in_one_test("bits", [8, 6, 4])
@@ -124,36 +103,11 @@ def test_float16_stays_within_its_rounding(kernel, bits):
 @in_one_test("bits", [8, 4])
 def test_the_body_computes_what_the_kernel_does(library, bits):
     case = HeadCase(bits, heads=6, kv_heads=2, width=32)
-    inputs = case.inputs(1, 50)
-    kernel, body = call_of(library, case, has_body=True), call_of(None, case, has_body=True)
     calls = count_attention_calls()
-    pasts = [case.past(1, 60), case.past(1, 60)]
-    for tokens in (slice(0, 40), slice(40, 49), slice(49, 50)):
-        for place, call in enumerate((kernel, body)):
-            output, *pasts[place] = call(feed(inputs, tokens, pasts[place]))
-            assert_codes(case, inputs, pasts[place], tokens.stop)
-            assert_close(output, case.expected(inputs, tokens, pasts[place]))
+    for registered in (library, None):
+        call = call_of(registered, case, has_body=True)
+        check_calls(call, case, case.inputs(1, 50), case.past(1, 60), 40, 49, 50)
     assert count_attention_calls() == calls + 3
-
-
-def test_a_bound_cache_is_extended_in_place_and_the_rest_left_alone(library):
-    case = HeadCase()
-    inputs = case.inputs(1, 12)
-    started = session(case.one_node(), library)
-    binding = started.io_binding()
-    caches = [ort.OrtValue.ortvalue_from_numpy(cache) for cache in case.past(1, 30)]
-    before = [cache.numpy().copy() for cache in caches]
-    for name, value in feed(inputs, slice(0, 12), None).items():
-        binding.bind_cpu_input(name, value)
-    binding.bind_output("output", "cpu")
-    for name, cache in zip(("key", "value"), caches, strict=True):
-        binding.bind_ortvalue_input(f"past_{name}", cache)
-        binding.bind_ortvalue_output(f"present_{name}", cache)
-    started.run_with_iobinding(binding)
-    after = [cache.numpy() for cache in caches]
-    assert_close(binding.get_outputs()[0].numpy(), case.expected(inputs, slice(0, 12), after))
-    for cache, old in zip(after, before, strict=True):
-        np.testing.assert_array_equal(cache[:, :, 12:], old[:, :, 12:])
 
 
 WRONG_INPUTS = {
@@ -192,21 +146,3 @@ def test_wrong_attributes_are_refused_when_the_model_is_loaded(library, name, va
     next(each for each in model.graph.node[0].attribute if each.name == name).i = value
     with pytest.raises(Exception, match=f"diffquant::QuantizedAttention: attribute {message}"):
         session(model, library)
-
-
-@in_one_test("kv_bits", [16, 8, 4])
-def test_a_transformer_has_the_op_where_its_cache_is_quantized(library, tmp_path, kv_bits):
-    checkpoint, options = write_checkpoint(tmp_path / "plain", "llama"), ExportOptions.parse(kv_bits=kv_bits)
-    export(checkpoint, tmp_path / "out", options, ranges=cache_ranges(checkpoint, options))
-    model = onnx.load(tmp_path / "out" / MODEL_FILE, load_external_data=False)
-    onnx.checker.check_model(str(tmp_path / "out" / MODEL_FILE))
-    attention = [node for node in model.graph.node if node.op_type.endswith("Attention")]
-    op = ("com.microsoft", "GroupQueryAttention") if kv_bits == 16 else ("diffquant", "QuantizedAttention")
-    assert [(node.domain, node.op_type) for node in attention] == [op] * 2
-    if kv_bits < 16:
-        written = {frozenset(each.name for each in node.attribute) for node in attention}
-        assert written == {frozenset(quantized_attention_schema().attributes)}
-    calls = count_attention_calls()
-    opened, ids = OnnxModel(tmp_path / "out", 1), random_ids(1, 7).numpy()
-    opened.run(ids, np.ones_like(ids), opened.allocate_cache(1))
-    assert count_attention_calls() == calls + (2 if kv_bits < 16 else 0)

@@ -17,24 +17,19 @@ from typer.testing import CliRunner
 
 import diffquant
 from diffquant.calib.calibration.kv_cache import calibrate_cache
-from diffquant.errors import CheckpointError, NonFiniteError, UsageError
-from diffquant.measure.language_model import Request
-from diffquant.measure.scoring import score
+from diffquant.errors import NonFiniteError, UsageError
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.tasks.perplexity import Perplexity
 from diffquant.measure.torch_model import TorchModel
 from diffquant.onnx import ExportOptions, Generator, export
-from diffquant.onnx.files import DATA_FILE, MODEL_FILE
-from diffquant.onnx.native import library_path
 from diffquant.onnx.runtime import generation, session
 from diffquant.onnx.runtime.scoring import OnnxLanguageModel
-from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.onnx.targets import runtime_of
 from diffquant.support.progress import report_nothing
 from diffquant.verbs import cli
-from examples.shots.constrained import choose
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.tables import in_one_test
@@ -148,22 +143,6 @@ print("torch" in sys.modules, "transformers" in sys.modules)
     assert found.stdout.split() == ["False", "False"], found.stderr
 
 
-def test_steps_write_into_the_same_buffers(folder):
-    model = OnnxModel(folder, 1, every_position=True)
-    state = InPlaceDecoder(model, 1, 32)
-    before = [buffer.data_ptr() for buffer in state._buffers]
-    ids = np.arange(2, 12)[None]
-    stepped = np.concatenate([state.step(ids[:, :7]), *(state.step(ids[:, i : i + 1]) for i in range(7, 10))], 1)
-    (whole,), cache = model.run(ids, np.ones_like(ids), model.allocate_cache(1))
-    assert before == [buffer.data_ptr() for buffer in state._buffers]
-    np.testing.assert_allclose(stepped, whole, rtol=0, atol=2e-4)
-    for buffer, grown in zip(state._buffers, cache, strict=True):
-        wanted = grown.numpy()
-        assert np.abs(buffer.numpy()[:, :, :10].astype(float) - wanted).max() <= (
-            1 if wanted.dtype == np.int8 else 1e-4
-        )
-
-
 def test_sampling_follows_its_seed(folder):
     generator = Generator(folder, 1)
     texts = ["".join(generator.stream(PROMPT, 12, temperature=0.8, seed=seed)) for seed in (1, 1, 2)]
@@ -234,18 +213,6 @@ def test_pieces_are_whole_characters_and_the_text_is_that_of_all_tokens(plain, m
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_genai_is_told_the_sizes_of_the_model(source, plain):
-    config = diffquant.load(source).config
-    described = json.loads((plain / "genai_config.json").read_text())
-    decoder = described["model"]["decoder"]
-    assert described["model"]["context_length"] == described["search"]["max_length"] == config.max_position_embeddings
-    assert (described["model"]["vocab_size"], decoder["hidden_size"]) == (config.vocab_size, config.hidden_size)
-    past = {i.name: i.shape for i in OnnxModel(plain, 1).session.get_inputs() if i.name.startswith("past")}
-    assert decoder["num_hidden_layers"] * 2 == len(past)
-    assert {tuple(shape[1::2]) for shape in past.values()} == {(decoder["num_key_value_heads"], decoder["head_size"])}
-    assert described["search"]["do_sample"] is False
-
-
 def test_genai_runs_the_folder_as_it_is(folder):
     genai = pytest.importorskip("onnxruntime_genai")
     ids = tiny_lm.tokenizer()(PROMPT)["input_ids"]
@@ -298,22 +265,6 @@ def test_the_example_reads_whole_prompts_and_ends_texts(source, cutting, tmp_pat
     made = list(Generator(tmp_path / "out", 1).generate_tokens(ids, 32))
     assert len(made) < 5
     assert by_the_example(tmp_path / "out") == tiny_lm.tokenizer().decode([*ids, *made, stop], skip_special_tokens=True)
-
-
-def test_scores_are_those_of_torch(source, plain):
-    rng = np.random.default_rng(3)
-    draw = lambda n: tuple(rng.integers(2, tiny_lm.WORDS, n).tolist())  # noqa: E731
-    contexts = [draw(9), draw(4)]
-    requests = [Request(context, draw(n)) for context in contexts for n in (1, 5, 3)]
-    model = diffquant.load(source)
-    ours = score(OnnxLanguageModel(OnnxModel(plain, 1, every_position=True)), requests)
-    for mine, oracle in zip(ours, score(TorchModel(model), requests), strict=True):
-        assert mine[0] == pytest.approx(oracle[0], abs=1e-3)
-        assert mine[1] == oracle[1]
-    asked = draw(30), [draw(n) for n in (5, 5, 5, 3)], [draw(2), draw(3), draw(3)]
-    assert choose(OnnxLanguageModel(OnnxModel(plain, 1, every_position=True)), *asked) == choose(
-        TorchModel(model), *asked
-    )
 
 
 def test_tasks_run_on_an_exported_folder(source, plain):
@@ -379,31 +330,6 @@ def test_a_session_without_a_library_says_so_once(plain, monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize(("native", "named"), [(False, None), (True, "")])
-def test_nobody_is_told_of_a_library_that_is_not_wanted(plain, monkeypatch, caplog, native, named):
-    if named is not None:
-        monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", named)
-    monkeypatch.setattr(session, "library_path", lambda: None)
-    session._say_once_that_bodies_run.cache_clear()
-    OnnxModel(plain, 1, native=native)
-    assert not caplog.messages
-
-
-def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
-    from diffquant.onnx.native import count_attention_calls
-
-    if library_path() is None:
-        pytest.skip("the native kernel is not built")
-    calls = count_attention_calls()
-    ids = np.arange(2, 8)[None]
-    OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).allocate_cache(1))
-    assert count_attention_calls() > calls
-    monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", "")
-    calls = count_attention_calls()
-    OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).allocate_cache(1))
-    assert count_attention_calls() == calls
-
-
 def test_lm_eval_scores_and_generates_with_it(source, plain):
     from lm_eval.api.instance import Instance
 
@@ -454,11 +380,6 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     assert (exported.compared_with, exported.scheme_text) == (source, "4:g32 kv 8")
 
 
-def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):
-    with pytest.raises(diffquant.DiffQuantError, match="has a fixed precision: leave out the recipe"):
-        run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
-
-
 def test_an_export_that_is_replaced_during_a_sweep_is_not_recorded(plain, source, tmp_path, monkeypatch):
     folder = tmp_path / "onnx"
     shutil.copytree(plain, folder)
@@ -477,26 +398,6 @@ def test_an_export_that_is_replaced_during_a_sweep_is_not_recorded(plain, source
     assert [cell.error for cell in result.cells] == [
         f"{folder} changed while it was in use; run the same command again"
     ]
-
-
-@pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE])
-def test_an_export_that_changed_is_not_run(plain, tmp_path, name):
-    folder = shutil.copytree(plain, tmp_path / "edited")
-    content = bytearray((folder / name).read_bytes())
-    content[-9] ^= 1
-    (folder / name).write_bytes(content)
-    run = CliRunner().invoke(cli.app, ["run", str(folder), "--prompt", PROMPT])
-    assert isinstance(run.exception, CheckpointError)
-    assert f"{name} changed since export" in str(run.exception)
-
-
-def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(plain, folder)
-    with (folder / "model.onnx.data").open("r+b") as data:
-        data.write(b"\1\2\3")
-    with pytest.raises(diffquant.DiffQuantError, match=r"model\.onnx\.data changed since export"):
-        run_sweep([folder], SweepOptions(), tmp_path / "sweep", runtime_of=runtime_of)
 
 
 def test_onnx_runtime_reports_to_nobody_what_it_runs(tmp_path):

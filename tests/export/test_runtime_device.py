@@ -1,13 +1,10 @@
 """Exported folders on a CUDA device, as far as it shows without one: what is asked for, refused, and falls back."""
 
-import json
-
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
-from typer.testing import CliRunner
 
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.sweep.grid import SweepOptions
@@ -18,8 +15,6 @@ from diffquant.onnx.runtime.device import RuntimeDevice, count_cpu_nodes, descri
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.onnx.targets import runtime_of
 from diffquant.onnx.verifier import verify
-from diffquant.verbs import cli
-from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.tables import in_one_test
 
@@ -28,12 +23,9 @@ CUDA = "CUDAExecutionProvider"
 has_cuda_provider = pytest.mark.skipif(CUDA in ort.get_available_providers(), reason="this onnxruntime runs on CUDA")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("runtime-device")
-    write_checkpoint(place / "model", "diffllama")
-    export(place / "model", place / "out")
-    return place / "out"
+@pytest.fixture
+def folder(made):
+    return made("diffllama")[1]
 
 
 def test_a_cuda_device_is_asked_first_and_keeps_float32():
@@ -45,29 +37,12 @@ def test_a_cuda_device_is_asked_first_and_keeps_float32():
     assert RuntimeDevice.parse("cpu").providers == ["CPUExecutionProvider"]
 
 
-@in_one_test("name", ["mps", "cuda:x", "cpu:0", "", "cuda1"])
-def test_other_devices_are_refused(name):
-    with pytest.raises(UsageError, match=r"exported models run on auto, cpu, cuda or cuda:N"):
-        RuntimeDevice.parse(name)
-
-
 @has_cuda_provider
-def test_a_runtime_without_cuda_is_refused_before_the_model_is_read(folder, tmp_path):
-    for call in (
-        lambda: OnnxModel(tmp_path, device="cuda"),
-        lambda: verify(folder, folder.parent / "model", device="cuda"),
-    ):
+def test_a_runtime_without_cuda_is_refused_before_the_model_is_read(made, tmp_path):
+    checkpoint, folder = made("diffllama")
+    for call in (lambda: OnnxModel(tmp_path, device="cuda"), lambda: verify(folder, checkpoint, device="cuda")):
         with pytest.raises(MissingDependencyError, match=rf"has no {CUDA}: .*\[onnx-gpu\]'"):
             call()
-
-
-@has_cuda_provider
-@in_one_test("command", ["run", "verify"])
-def test_the_command_line_says_so_and_exits_with_5(folder, command):
-    arguments = ["--prompt", "hello"] if command == "run" else [str(folder.parent / "model")]
-    done = CliRunner().invoke(cli.app, [command, str(folder), *arguments, "--device", "cuda"])
-    assert isinstance(done.exception, MissingDependencyError)
-    assert done.exception.exit_code == 5
 
 
 def small_session(options):
@@ -95,17 +70,6 @@ def test_what_falls_to_the_processor_is_counted_by_operator():
     RuntimeDevice("cuda").record_node_providers(options)
     assert count_cpu_nodes(small_session(options)) == {"MatMul": 2, "Relu": 1}
     assert describe_cpu_nodes({"Relu": 1, "MatMul": 2}) == "3 nodes run on the CPU: MatMul 2, Relu 1"
-
-
-def test_nothing_falls_back_where_the_processor_was_asked_for(folder):
-    assert OnnxModel(folder, 1).cpu_node_counts == {}
-
-
-def test_caches_stand_where_the_model_runs(folder):
-    model = OnnxModel(folder, 1)
-    values = model.allocate_cache(2, 5)
-    assert {value.device_name() for value in values} == {"cpu"}
-    assert {tuple(value.shape()) for value in values} == {(2, model.cache.kv_pairs, 5, model.cache.width)}
 
 
 class RecordingBinding:
@@ -169,26 +133,13 @@ def test_caches_that_grow_stay_on_the_card_from_call_to_call(elsewhere):
         ({"logits": "8:row"}, []),
     ],
 )
-def test_a_folder_for_cuda_says_what_is_left_to_the_processor(tmp_path, options, wanted):
-    checkpoint = write_checkpoint(tmp_path / "model", "diffllama")
-    parsed = ExportOptions.parse(genai_device="cuda:1", **options)
+def test_a_folder_for_cuda_says_what_is_left_to_the_processor(made, tmp_path, options, wanted):
+    parsed, checkpoint = ExportOptions.parse(genai_device="cuda:1", **options), made("diffllama")[0]
     report = export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
     told = [note for note in report.notes if "runs on the CPU" in note]
     assert told == [f"attention runs on the CPU: on CUDA, ONNX Runtime's {each}" for each in wanted]
     domains = {(node.domain, node.op_type) for node in onnx.load(tmp_path / "out/model.onnx").graph.node}
     assert not any(op == "MatMulNBits" and domain == DOMAIN for domain, op in domains)
-
-
-@has_cuda_provider
-def test_onnxruntime_genai_reads_the_card_from_the_folder_and_asks_for_its_own_build(tmp_path):
-    genai = pytest.importorskip("onnxruntime_genai")
-    checkpoint = write_checkpoint(tmp_path / "model", "diffllama")
-    export(checkpoint, tmp_path / "out", ExportOptions.parse("4:g32", dtype="float16", genai_device="cuda:1"))
-    config = json.loads((tmp_path / "out/genai_config.json").read_text())
-    providers = config["model"]["decoder"]["session_options"]["provider_options"]
-    assert providers == [{"cuda": {"device_id": "1", "use_tf32": "0"}}]
-    with pytest.raises(Exception, match=r"(?i)cuda"):
-        genai.Model(str(tmp_path / "out"))
 
 
 def test_eval_and_sweep_ask_the_runtime_for_their_device(folder, tmp_path):

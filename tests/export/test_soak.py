@@ -14,7 +14,7 @@ from diffquant.onnx.files import DATA_FILE, MODEL_FILE
 from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
+from tests.support.exports import export_to
 from tests.support.thorough import thorough
 
 pytestmark = thorough
@@ -22,11 +22,8 @@ CONTEXT = 32768
 PROMPTS = ["the old man", "a house and the door of it", "it"]
 
 
-def exported(folder, source="unilm-v2-half", sizes=None, **options):
-    checkpoint = write_checkpoint(folder / "checkpoint", source, **sizes or {})
-    parsed = ExportOptions.parse(**options)
-    export(checkpoint, folder / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
-    return folder / "out"
+def exported(folder, sizes=None, **options):
+    return export_to(folder / "out", write_checkpoint(folder / "checkpoint", "unilm-v2-half", **sizes or {}), **options)
 
 
 def prefill(model, ids):

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from diffquant.checkpoints.atomic_folder import check_output, stage_output
 from diffquant.checkpoints.source import open_source
@@ -21,10 +20,8 @@ from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.adapters import adapter_for
 from diffquant.onnx import targets
-from diffquant.onnx.runtime.scoring import OnnxRuntime
-from diffquant.onnx.targets import runtime_of
+from diffquant.onnx.targets import ExportFormat, register, runtime_of, runtime_of
 from diffquant.quantization.loading import load
-from diffquant.verbs import cli
 from tests.support import tiny_lm
 
 
@@ -86,14 +83,6 @@ def row_of(model, options, output):
     """The row of a model that is swept alone."""
     (row,) = json_rows(run_sweep([model], options, output, runtime_of=runtime_of))
     return row
-
-
-def test_the_command_line_exports_to_onnx_with_ranges_of_its_own(source, tmp_path):
-    arguments = ["export", str(source), "-o", str(tmp_path / "out"), "--kv", "8"]
-    assert CliRunner().invoke(cli.app, arguments).exit_code == 0
-    assert isinstance(runtime_of(tmp_path / "out"), OnnxRuntime)
-    verified = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "out"), str(source)])
-    assert verified.stdout.startswith("PASS: "), verified.output
 
 
 def test_knowing_a_folder_needs_no_onnx():

@@ -26,107 +26,60 @@ class Case:
     before: tuple[str, ...] = ()
 
 
-_SCHEMES = {
-    "int4-g32": "--weights 4:g32 --kv 8 --logits 6:row:shift",
-    "int8-row": "--weights 8:row --k 4:c32 --v 4:row:rotated --residual 64",
-    "int6-tensor": "--weights 6:tensor --logits 8:pair",
-    "int3-g32": "--weights 3:g32 --override *.mlp.*=8:row",
-    "int5-row": "--preset paper",
-    "int2-g16": "--weights 2:g16 --override *.layers.0.*=16",
-}
+_ROUNDED = "quantize needle-diff-v1 -o out --rounding"
 _MADE = "quantize needle-diff-v1 -o made --weights 4:g32 --rounding nearest"
 _QUICK = "--device cpu --dtype float32"
+_NEEDLE, _PAIR = "needle-diff-v1", "needle-diff-v1 needle-transformer"
+# NAME | sources | command | commands before it. A tilde stands before what is not exact.
+_TABLE = f"""
+quantize-gguf | llama.gguf | quantize llama.gguf -o out --weights 8:row --rounding nearest
+quantize-int4-g32 | {_NEEDLE} | {_ROUNDED} nearest --weights 4:g32 --kv 8 --logits 6:row:shift
+quantize-int8-row | {_NEEDLE} | {_ROUNDED} nearest --weights 8:row --k 4:c32 --v 4:row:rotated --residual 64
+quantize-int6-tensor | {_NEEDLE} | {_ROUNDED} nearest --weights 6:tensor --logits 8:pair
+quantize-int3-g32 | {_NEEDLE} | {_ROUNDED} nearest --weights 3:g32 --override *.mlp.*=8:row
+quantize-int5-row | {_NEEDLE} | {_ROUNDED} nearest --preset paper
+quantize-int2-g16 | {_NEEDLE} | {_ROUNDED} nearest --weights 2:g16 --override *.layers.0.*=16
+~quantize-mse | {_NEEDLE} | {_ROUNDED} mse --weights 4:g32
+~quantize-gptq | {_NEEDLE} | {_ROUNDED} gptq --weights 4:g32
+convert-diff-v2 | llama | convert llama -o out --to diff-v2
+convert-diffllama | unilm-v1-plain | convert unilm-v1-plain -o out --to diffllama
+export-int4 | {_NEEDLE} | export made -o out | {_MADE}
+~export-kv8 | {_NEEDLE} | export needle-diff-v1 -o out --weights 4:g32 --kv 8 --embed 8
+export-logits | {_NEEDLE} | export needle-diff-v1 -o out --logits 4:tensor
+export-no-cache | needle-diff-v2 | export needle-diff-v2 -o out --no-cache --dtype float16
+~calibrate | {_NEEDLE} | calibrate needle-diff-v1 -o out.safetensors --tokens 512 --window 128 {_QUICK}
+~search | {_NEEDLE} | search needle-diff-v1 -o out --budget 5.5 --windows 2 --window 64 --characters 2048 {_QUICK}
+~sweep | {_PAIR} | sweep {_PAIR} -o out --task perplexity,needle --target logits --bits 8 \
+--granularity tensor,row:shift --limit 4 --characters 2048 --window 128 --stride 64 --lengths 96 {_QUICK}
+~sweep-export | {_NEEDLE} | sweep made -o out --task needle --limit 4 --lengths 96 --device cpu \
+| export needle-diff-v1 -o made --weights 8:row
+~eval | {_NEEDLE} | eval needle-diff-v1 --weights 8:row --task hellaswag --limit 4 --json {_QUICK}
+~outliers | {_PAIR} | outliers {_PAIR} -o out --tokens 512 --window 128 {_QUICK}
+~generate | {_NEEDLE} | generate needle-diff-v1 --weights 8:row --prompt city-12=45678; --max-new-tokens 12 {_QUICK}
+~run | exported | run exported --prompt city-12=45678; --max-new-tokens 12 --threads 1 --json
+compare | swept | compare 'swept@needle-transformer 16' 'swept@needle-transformer logits 4:tensor' --json
+report | swept | report swept
+recipe | {_NEEDLE} recipe-5.5-bits.yaml | quantize needle-diff-v1 -o out --recipe recipe-5.5-bits.yaml
+~scales | {_NEEDLE} scales.safetensors | eval needle-diff-v1 --task perplexity --characters 2048 --window 128 \
+--stride 64 --kv 8:static --scales scales.safetensors --json {_QUICK}
+~eval-export | exported | eval exported --task needle --lengths 96 --limit 4 --json --device cpu
+"""
+
+
+def _read(line: str) -> Case:
+    name, sources, command, *before = line.split(" | ")
+    return Case(name.removeprefix("~"), command, tuple(sources.split()), name[0] != "~", tuple(before))
+
 
 CASES = [
     *(
         Case(f"quantize-{name}", f"quantize {name} -o out --weights 4:row --rounding nearest", (name,))
         for name in RANDOM
     ),
-    Case("quantize-gguf", "quantize llama.gguf -o out --weights 8:row --rounding nearest", ("llama.gguf",)),
-    *(
-        Case(f"quantize-{name}", f"quantize needle-diff-v1 -o out {options} --rounding nearest", ("needle-diff-v1",))
-        for name, options in _SCHEMES.items()
-    ),
-    *(
-        Case(
-            f"quantize-{rule}",
-            f"quantize needle-diff-v1 -o out --weights 4:g32 --rounding {rule}",
-            ("needle-diff-v1",),
-            is_exact=False,
-        )
-        for rule in ("mse", "gptq")
-    ),
-    Case("convert-diff-v2", "convert llama -o out --to diff-v2", ("llama",)),
-    Case("convert-diffllama", "convert unilm-v1-plain -o out --to diffllama", ("unilm-v1-plain",)),
     *(Case(f"inspect-{name}", f"inspect {name} --json", (name,)) for name in (*RANDOM, "llama.gguf")),
     *(
         Case(f"export-{name}", f"export {name} -o out", (name,))
         for name in ("needle-transformer", "needle-diff-v2", "diffllama", "motif-grouped", "gated")
     ),
-    Case("export-int4", "export made -o out", ("needle-diff-v1",), before=(_MADE,)),
-    Case("export-kv8", "export needle-diff-v1 -o out --weights 4:g32 --kv 8 --embed 8", ("needle-diff-v1",), False),
-    Case("export-logits", "export needle-diff-v1 -o out --logits 4:tensor", ("needle-diff-v1",)),
-    Case("export-no-cache", "export needle-diff-v2 -o out --no-cache --dtype float16", ("needle-diff-v2",)),
-    Case(
-        "calibrate",
-        f"calibrate needle-diff-v1 -o out.safetensors --tokens 512 --window 128 {_QUICK}",
-        ("needle-diff-v1",),
-        False,
-    ),
-    Case(
-        "search",
-        f"search needle-diff-v1 -o out --budget 5.5 --windows 2 --window 64 --characters 2048 {_QUICK}",
-        ("needle-diff-v1",),
-        False,
-    ),
-    Case(
-        "sweep",
-        "sweep needle-diff-v1 needle-transformer -o out --task perplexity,needle --target logits --bits 8 "
-        f"--granularity tensor,row:shift --limit 4 --characters 2048 --window 128 --stride 64 --lengths 96 {_QUICK}",
-        ("needle-diff-v1", "needle-transformer"),
-        False,
-    ),
-    Case(
-        "sweep-export",
-        "sweep made -o out --task needle --limit 4 --lengths 96 --device cpu",
-        ("needle-diff-v1",),
-        False,
-        before=("export needle-diff-v1 -o made --weights 8:row",),
-    ),
-    Case(
-        "eval",
-        f"eval needle-diff-v1 --weights 8:row --task hellaswag --limit 4 --json {_QUICK}",
-        ("needle-diff-v1",),
-        False,
-    ),
-    Case(
-        "outliers",
-        f"outliers needle-diff-v1 needle-transformer -o out --tokens 512 --window 128 {_QUICK}",
-        ("needle-diff-v1", "needle-transformer"),
-        False,
-    ),
-    Case(
-        "generate",
-        f"generate needle-diff-v1 --weights 8:row --prompt city-12=45678; --max-new-tokens 12 {_QUICK}",
-        ("needle-diff-v1",),
-        False,
-    ),
-    Case("run", "run exported --prompt city-12=45678; --max-new-tokens 12 --threads 1 --json", ("exported",), False),
-    Case(
-        "compare", "compare 'swept@needle-transformer 16' 'swept@needle-transformer logits 4:tensor' --json", ("swept",)
-    ),
-    Case("report", "report swept", ("swept",)),
-    Case(
-        "recipe",
-        "quantize needle-diff-v1 -o out --recipe recipe-5.5-bits.yaml",
-        ("needle-diff-v1", "recipe-5.5-bits.yaml"),
-    ),
-    Case(
-        "scales",
-        f"eval needle-diff-v1 --task perplexity --characters 2048 --window 128 --stride 64 --kv 8:static "
-        f"--scales scales.safetensors --json {_QUICK}",
-        ("needle-diff-v1", "scales.safetensors"),
-        False,
-    ),
-    Case("eval-export", "eval exported --task needle --lengths 96 --limit 4 --json --device cpu", ("exported",), False),
+    *map(_read, _TABLE.split("\n")[1:-1]),
 ]

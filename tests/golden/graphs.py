@@ -5,29 +5,22 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
-from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.files import model_file
 from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
+from tests.support.exports import export_to
 
 # As many as it takes to have each kind.
 _LAYERS = {"phi4flash": 8, "motif3": 2}
 KEPT = Path(__file__).parent / "graphs"
 _ALL = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 # A source and the options of its export.
-GRAPHS = {
-    "diffllama": ("diffllama", {}),
+_PLAIN = ("diffllama", "unilm-v1", "motif", "motif-grouped", "gated", "phi4flash", "motif3")
+GRAPHS = {name: (name, {}) for name in _PLAIN} | {
     "diffllama-quantized": ("diffllama", _ALL),
     "diffllama-portable": ("diffllama", {"portable": True}),
-    "unilm-v1": ("unilm-v1", {}),
     "unilm-v2-logits": ("unilm-v2", {"logits": "8:tensor", **_ALL}),
-    "motif": ("motif", {}),
-    "motif-grouped": ("motif-grouped", {}),
-    "gated": ("gated", {}),
     "gated-web": ("gated", {"web": True}),
-    "phi4flash": ("phi4flash", {}),
     "phi4flash-quantized": ("phi4flash", _ALL),
-    "motif3": ("motif3", {}),
     "motif3-quantized": ("motif3", {"weights": "4:row", "kv_bits": 8}),
     "transformer": ("llama", {}),
     "transformer-8-bit-cache": ("llama", {"kv_bits": 8}),
@@ -38,9 +31,7 @@ def graph_text(folder: Path, name: str) -> str:
     """The graph of one of `GRAPHS`, exported into a folder."""
     source, options = GRAPHS[name]
     checkpoint = write_checkpoint(folder / "checkpoint", source, num_hidden_layers=_LAYERS.get(source, 1))
-    parsed = ExportOptions.parse(**options)
-    export(checkpoint, folder / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
-    model = onnx.load(model_file(folder / "out"), load_external_data=False)
+    model = onnx.load(model_file(export_to(folder / "out", checkpoint, **options)), load_external_data=False)
     imports = ", ".join(f"{each.domain or 'ai.onnx'} {each.version}" for each in model.opset_import)
     lines = [f"opsets: {imports}; IR {model.ir_version}"]
     lines += [f"input {_value(each)}" for each in model.graph.input]

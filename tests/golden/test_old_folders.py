@@ -16,18 +16,9 @@ def test_an_old_quantized_folder_keeps_its_recipe(tmp_path):
 
 
 def test_cells_keep_all_of_their_address_but_code_and_versions(tmp_path):
-    diffquant.sweep(
-        [POCKET / "needle-diff-v1", POCKET / "needle-transformer"],
-        tmp_path / "swept",
-        "needle",
-        bits="4",
-        targets="logits",
-        granularities="tensor,row:shift",
-        limit=8,
-        lengths="96",
-        dtype="float32",
-        device="cpu",
-    )
+    models = [POCKET / "needle-diff-v1", POCKET / "needle-transformer"]
+    options = {"bits": "4", "targets": "logits", "granularities": "tensor,row:shift", "limit": 8, "lengths": "96"}
+    diffquant.sweep(models, tmp_path / "swept", "needle", **options, dtype="float32", device="cpu")
     assert _addresses(tmp_path / "swept") == _addresses(WRITTEN / "swept")
 
 

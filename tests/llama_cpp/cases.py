@@ -27,19 +27,9 @@ POCKET = Path(data.__file__).parent / "pocket"
 RECORDED = HERE / "recorded.json.xz"
 IS_INSTALLED = bool(shutil.which("node")) and (HERE / "node_modules/node-llama-cpp").is_dir()
 
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 90,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 1024,
-}
+CONFIG: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 90}
+CONFIG |= {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG |= {"num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 1024}
 TOKENS = [int(token) for token in np.random.default_rng(1).integers(3, 90, 48)]
 # Where the logits are recorded: the shortest texts and the longest.
 POSITIONS = (0, 7, 30, 47)

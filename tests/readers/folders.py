@@ -11,14 +11,13 @@ from tokenizers import Tokenizer
 
 import diffquant.data
 from diffquant.checkpoints.source import open_source
-from diffquant.onnx import ExportOptions, export
 from diffquant.onnx.files import model_file
 from diffquant.onnx.manifest import read_manifest
 from diffquant.onnx.runtime.interface import load_graph
 from diffquant.onnx.verification.caches import read_cache_scales
 from diffquant.onnx.verifier import find_reference
 from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import cache_ranges
+from tests.support.exports import export_to
 
 POCKET = Path(diffquant.data.__file__).parent / "pocket"
 COUNT = 12
@@ -69,9 +68,7 @@ class Folder:
     def path(self) -> Path:
         """The folder."""
         self._root.mkdir(parents=True)
-        options = ExportOptions.parse(portable=True, **self.feature.options)
-        export(self._source, self._root / "out", options, ranges=cache_ranges(self._source, options))
-        return self._root / "out"
+        return export_to(self._root / "out", self._source, portable=True, **self.feature.options)
 
     @property
     def file(self) -> Path:

@@ -18,7 +18,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.quantization import modeling_diffquant
 from diffquant.quantization.engine_folder import MODELLING_FILE, config_for_engines, make_modelling_text
 from tests.support import tiny_lm
-from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, edit_json, write_checkpoint
+from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 from tests.support.thorough import thorough
@@ -230,22 +230,6 @@ def test_the_record_has_the_digest_of_the_code_that_travels(tmp_path, source):
     assert bool(code) == (source == "unilm-v2")
 
 
-def test_a_strangers_code_is_not_carried_where_ours_serves(tmp_path):
-    source = write_checkpoint(tmp_path / "model", "motif")
-    (source / MODELLING_FILE).write_text("raise SystemExit('not this one')")
-    (source / "modeling_motif.py").write_text("raise SystemExit('nor this')")
-    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_motif.Motif"})
-    diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
-    assert [file.name for file in (tmp_path / "out").glob("*.py")] == [MODELLING_FILE]
-    assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text("Motif")
-    assert "source's own code is not part of this folder" in (card := (tmp_path / "out/README.md").read_text())
-    assert "`modeling_motif.py`" in card
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert set(config["auto_map"].values()) == {
-        f"modeling_diffquant.{name}" for name in ("DiffConfig", "DiffModel", "DiffForCausalLM")
-    }
-
-
 def test_our_files_name_is_refused_where_ours_does_not_serve(tmp_path):
     source = write_checkpoint(tmp_path / "model", "phi4flash")
     (source / MODELLING_FILE).write_text("pass")
@@ -296,13 +280,6 @@ def test_what_the_recipe_asks_beyond_weights_is_said_where_it_is_not_honoured(al
     assert "k 8:row, v 8:row" in alone.errors
     # What transformers does honour.
     assert not [line for line in alone.errors.splitlines() if "e4m3" in line and "not applied here" in line]
-
-
-def test_an_export_carries_no_code(tmp_path):
-    diffquant.quantize(write_checkpoint(tmp_path / "model", "unilm-v2"), tmp_path / "low", {"weights": "8:row"})
-    diffquant.export(tmp_path / "low", tmp_path / "onnx")
-    assert not list((tmp_path / "onnx").glob("*.py"))
-    assert not {"auto_map", "diff_model"} & json.loads((tmp_path / "onnx/config.json").read_text()).keys()
 
 
 def test_what_a_rank_would_compute_wrongly_has_no_plan_for_ranks():

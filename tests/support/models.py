@@ -9,15 +9,8 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 from diffquant.model.adapters import adapter_for
 from diffquant.model.causal import CausalModel
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 90,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+SIZES: dict[str, Any] = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 8, "max_position_embeddings": 128, "initializer_range": 0.2}
 
 
 def random_diffllama(seed: int = 0, **changes: Any) -> DiffLlamaForCausalLM:

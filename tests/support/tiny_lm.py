@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -32,23 +33,15 @@ def tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
 
-def llama(max_length: int = 512, seed: int = 0, key_heads: int = 2) -> LlamaForCausalLM:
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+WIDER = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 128}
+
+
+def llama(max_length: int = 512, seed: int = 0, key_heads: int = 2, **changes: Any) -> LlamaForCausalLM:
     """Tiny Llama of random weights, large enough that its choices differ."""
-    return random_llama(
-        seed,
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=key_heads,
-        head_dim=8,
-        max_position_embeddings=max_length,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    sizes = SIZES | {"num_key_value_heads": key_heads, "max_position_embeddings": max_length, "vocab_size": WORDS}
+    rest = {"initializer_range": 0.3, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1}
+    return random_llama(seed, **(sizes | rest | changes))
 
 
 def write_llama(folder: Path, seed: int = 0) -> Path:

@@ -9,16 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN, VOCAB, LATENT, EXPERTS, EXPERT_WIDTH, DENSE_WIDTH = 64, 70, 32, 5, 96, 160
-CONFIG: dict[str, Any] = {
-    "model_type": "latent-mixture",
-    "architectures": ["LatentMixtureForCausalLM"],
-    "hidden_size": HIDDEN,
-    "vocab_size": VOCAB,
-    "num_hidden_layers": 3,
-    "kv_lora_rank": LATENT,
-    "num_experts": EXPERTS,
-    "diff_v2": True,
-}
+CONFIG: dict[str, Any] = {"model_type": "latent-mixture", "architectures": ["LatentMixtureForCausalLM"]}
+CONFIG |= {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 3, "kv_lora_rank": LATENT}
+CONFIG |= {"num_experts": EXPERTS, "diff_v2": True}
 
 _ATTENTION: dict[str, tuple[int, ...]] = {
     "wq_a.weight": (LATENT, HIDDEN),

@@ -27,14 +27,9 @@ torch.ops._C.cpu_attention_with_kv_cache
 """
 # The engine in the process that asks it, nothing compiled for its log-probabilities, no statistics, threads where the
 # system puts them, and 16 bits in 4-bit products: on AMX vLLM would round to 8 what is multiplied by the weights.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_INT4_W4A8": "0",
-}
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+ENVIRONMENT |= {"VLLM_CPU_INT4_W4A8": "0"}
 
 
 @cache

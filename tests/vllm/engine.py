@@ -21,16 +21,9 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker import cpu_worker  # noqa: F401
 
 # Tiny models take no more; blocks are as small as the processor's attention allows.
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 128,
-    "max_num_seqs": 32,
-    "max_num_batched_tokens": 256,
-    "skip_tokenizer_init": True,
-    "kv_cache_memory_bytes": 1 << 26,
-    "block_size": 32,
-}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 32}
+OPTIONS |= {"max_num_batched_tokens": 256, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26}
+OPTIONS |= {"block_size": 32}
 _AT_ONCE = 2
 
 

@@ -23,16 +23,8 @@ from tests.vllm.checkpoints import FAMILY, OWN, write_served
 RAW = Path(__file__).parents[2] / "bench/results/serving.json"
 WEIGHTS = ("16", "8:row", "6:row", "4:g32", "e4m3:channel", "nvfp4", "mxfp4")
 CACHES = ("8:row", "6:row", "4:row", "e4m3:row")
-ASKED: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "port": 8000,
-    "context": 64,
-    "cache": "recipe",
-    "dtype": None,
-    "ranks": 1,
-    "implementation": "plugin",
-    "memory": 16 << 30,
-}
+ASKED: dict[str, Any] = {"host": "127.0.0.1", "port": 8000, "context": 64, "cache": "recipe", "dtype": None}
+ASKED |= {"ranks": 1, "implementation": "plugin", "memory": 16 << 30}
 
 
 def refusals() -> Iterator[dict[str, str]]:

@@ -22,13 +22,8 @@ ANSWERS = {
     "e4m3:g32": "'NoneType' object has no attribute 'num_bits'",
 }
 SOURCES = ("llama", "unilm-v2")
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "vocab_size": 320,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-}
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 320, "head_dim": 32}
+SIZES |= {"max_position_embeddings": 256}
 
 
 @pytest.fixture(scope="module")

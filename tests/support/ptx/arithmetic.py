@@ -1,6 +1,7 @@
 """Integer and floating-point arithmetic, comparisons, logic and bits, lane by lane."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -8,14 +9,8 @@ from tests.support.ptx.block import Block, Mask, opcode
 from tests.support.ptx.parsing import SIZES, Fault, Instruction
 from tests.support.ptx.values import BITS, FLOATS, Array, flushed, number_type
 
-_COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
+_COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {"eq": np.equal, "ne": np.not_equal, "lt": np.less}
+_COMPARISONS |= {"le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
 _WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 
 
@@ -30,14 +25,20 @@ def _elementwise(b: Block, i: Instruction, mask: Mask, compute: Callable[..., Ar
     b.write(i.operands[0], computed, kind, mask)
 
 
-@opcode("add", "rn ftz")
-def add(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, lambda x, y: x + y)
-
-
-@opcode("sub", "rn ftz")
-def subtract(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, lambda x, y: x - y)
+_SIMPLE: dict[str, tuple[str, Callable[..., Array]]] = {
+    "add": ("rn ftz", lambda x, y: x + y),
+    "sub": ("rn ftz", lambda x, y: x - y),
+    "rem": ("", lambda x, y: np.where(y == 0, 0, np.fmod(x, np.where(y == 0, 1, y)))),
+    "rcp": ("approx rn ftz", lambda x: np.float32(1) / x),
+    "sqrt": ("approx rn ftz", np.sqrt),
+    "rsqrt": ("approx ftz", lambda x: np.float32(1) / np.sqrt(x)),
+    "ex2": ("approx ftz", np.exp2),
+    "lg2": ("approx ftz", np.log2),
+    "neg": ("ftz", np.negative),
+    "abs": ("ftz", np.abs),
+}
+for _name, (_modifiers, _compute) in _SIMPLE.items():
+    opcode(_name, _modifiers)(partial(_elementwise, compute=_compute))
 
 
 @opcode("mul", "rn ftz lo hi wide")
@@ -86,50 +87,10 @@ def divide(b: Block, i: Instruction, mask: Mask) -> None:
         _elementwise(b, i, mask, _whole_quotient)
 
 
-@opcode("rem")
-def remainder(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, lambda x, y: np.where(y == 0, 0, np.fmod(x, np.where(y == 0, 1, y))))
-
-
 def _whole_quotient(x: Array, y: Array) -> Array:
     """Quotients towards zero; 0 for a divisor of 0, which is undefined."""
     y = np.where(y == 0, 1, y)
     return (x - np.fmod(x, y)) // y
-
-
-@opcode("rcp", "approx rn ftz")
-def reciprocal(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, lambda x: np.float32(1) / x)
-
-
-@opcode("sqrt", "approx rn ftz")
-def root(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, np.sqrt)
-
-
-@opcode("rsqrt", "approx ftz")
-def reciprocal_root(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, lambda x: np.float32(1) / np.sqrt(x))
-
-
-@opcode("ex2", "approx ftz")
-def exponential(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, np.exp2)
-
-
-@opcode("lg2", "approx ftz")
-def logarithm(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, np.log2)
-
-
-@opcode("neg", "ftz")
-def negate(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, np.negative)
-
-
-@opcode("abs", "ftz")
-def magnitude(b: Block, i: Instruction, mask: Mask) -> None:
-    _elementwise(b, i, mask, np.abs)
 
 
 @opcode("max min", "NaN xorsign abs relu ftz")
