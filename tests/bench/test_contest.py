@@ -242,10 +242,7 @@ def test_peers_of_linears_store_their_scales_too_or_are_named(monkeypatch, name)
 @in_one_test(
     ("change", "reason"),
     [
-        (
-            lambda product, stored: (lambda x, i: 1.05 * product(x, i), stored),
-            "against the dequantized weight",
-        ),
+        (lambda product, stored: (lambda x, i: 1.05 * product(x, i), stored), "against the dequantized weight"),
         (lambda product, stored: (product, stored.roll(1, 0)), "against the dequantized weight"),
         (lambda product, stored: (lambda x, i: 2 * product(x, i), 2 * stored), "wrong weight: rounding error"),
     ],

@@ -98,11 +98,7 @@ def test_rolling_likelihoods_and_generated_text_are_hflms(checkpoint):
 
 @in_one_test(
     ("given", "recipe"),
-    [
-        ("recipe=8:row", Recipe.of(weights="8:row")),
-        ("recipe=paper", Recipe.of(logits="4:tensor")),
-        ("", Recipe()),
-    ],
+    [("recipe=8:row", Recipe.of(weights="8:row")), ("recipe=paper", Recipe.of(logits="4:tensor")), ("", Recipe())],
 )
 def test_a_recipe_is_read_from_text(checkpoint, given, recipe):
     assert from_text(checkpoint, given).loaded.recipe == recipe

@@ -144,8 +144,7 @@ def test_models_of_one_name_are_told_apart_below_the_table_and_in_the_settings()
 
 
 @in_one_test(
-    ("n", "starts"),
-    [(20, "hellaswag: 20 items cannot show a loss below 18"), (2000, "hellaswag: no measurable")],
+    ("n", "starts"), [(20, "hellaswag: 20 items cannot show a loss below 18"), (2000, "hellaswag: no measurable")]
 )
 def test_items_that_are_too_few_are_said_to_be(n, starts):
     (sentence,) = headline(swept("hellaswag", lambda point: items(point, n)))

@@ -188,14 +188,8 @@ def test_a_malformed_rounding_is_refused(entry, message):
         ({"logits": "4:pair:alike"}, "logits: alike and pair cannot be combined in 4:pair:alike; leave out one"),
         ({"logits": "4:static:shift"}, "logits: shift and static cannot be combined in .*; leave out one"),
         ({"logits": "e4m3:row:shift"}, "logits: shift and uneven levels cannot be combined in e4m3:row:shift"),
-        (
-            {"overrides": {"*.3.*.p": "4:g16:pow2"}},
-            r"override '\*.3.\*.p': pow2 and group cannot be combined in",
-        ),
-        (
-            {"logits": "4:row:smoth"},
-            r"logits: cannot read .* FORMAT\[:GRANULARITY\]\[:shift\]\[:alike\], such as",
-        ),
+        ({"overrides": {"*.3.*.p": "4:g16:pow2"}}, r"override '\*.3.\*.p': pow2 and group cannot be combined in"),
+        ({"logits": "4:row:smoth"}, r"logits: cannot read .* FORMAT\[:GRANULARITY\]\[:shift\]\[:alike\], such as"),
         ({"overrides": {"k": "4:head"}, "k": "4:row"}, "override 'k' cannot be quantized per head"),
     ],
     ids=str,

@@ -54,11 +54,7 @@ def llama_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-TOKENIZERS = {
-    "plain": tiny_lm.tokenizer,
-    "bos": lambda: tiny_lm.tokenizer(adds_bos=True),
-    "llama": llama_tokenizer,
-}
+TOKENIZERS = {"plain": tiny_lm.tokenizer, "bos": lambda: tiny_lm.tokenizer(adds_bos=True), "llama": llama_tokenizer}
 
 
 def whole_text(shown, text):

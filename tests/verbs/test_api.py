@@ -21,17 +21,7 @@ from tests.support.checkpoints import write_checkpoint, write_llama
 from tests.support.tables import in_one_test
 
 VERBS = [
-    *(
-        "calibrate",
-        "compare",
-        "convert",
-        "evaluate",
-        "export",
-        "generate",
-        "inspect",
-        "load",
-        "outliers",
-    ),
+    *("calibrate", "compare", "convert", "evaluate", "export", "generate", "inspect", "load", "outliers"),
     *("plan", "quantize", "run", "search", "sweep", "verify"),
 ]
 IDS = torch.arange(11)[None]

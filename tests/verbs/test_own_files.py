@@ -34,10 +34,7 @@ FOLDERS = {
         "fidelity": "fidelity MODEL MODEL --characters 400 --context 16",
     }.items()
 }
-FILES = {
-    "calibrate": ("calibrate", "MODEL", "--tokens", "256", "--window", "64"),
-    "report": ("report", "RUNS"),
-}
+FILES = {"calibrate": ("calibrate", "MODEL", "--tokens", "256", "--window", "64"), "report": ("report", "RUNS")}
 # The demo is a chain of verbs, and writes the recipes that it sweeps.
 CHAINS = {"demo"}
 READS_ONLY = {"plan", "eval", "compare", "generate", "serve", "verify", "run", "inspect", "doctor"}

@@ -22,11 +22,7 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from research.studies import attention_by_part as measuring
 from research.studies import attention_map
-from research.studies.attention_by_part import (
-    attention_by_part,
-    last_weights,
-    map_attention,
-)
+from research.studies.attention_by_part import attention_by_part, last_weights, map_attention
 from research.studies.needle_parts import PARTS, Prompt, make_prompt
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
