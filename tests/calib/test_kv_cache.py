@@ -16,18 +16,6 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 
 
-def test_many_short_windows_of_the_prose_are_observed(tmp_path):
-    source = tiny_lm.write_llama(tmp_path / "source")
-    steps = []
-    ranges = calibrate_cache(source, progress=lambda *step: steps.append(step))
-    assert (ranges.settings["tokens"], ranges.settings["window"]) == (128 * 16, 16)
-    assert (ranges.model, ranges.bits) == (open_source(source).fingerprint, None)
-    assert {name: tuple(tensor.shape) for name, tensor in ranges.tensors.items()} == {
-        f"layers.{layer}.{target}": (2, 8) for layer in (0, 1) for target in "kv"
-    }
-    assert steps == [(1, 2, "calibrating"), (2, 2, "calibrating")]
-
-
 def test_a_plain_checkpoint_with_rounded_weights_has_the_ranges_of_the_quantized_one(tmp_path):
     plain, quantized = write_checkpoint(tmp_path / "plain", "unilm-v1"), tmp_path / "quantized"
     recipe, ids = Recipe.of(weights="4:g32"), torch.randint(90, (2, 32))

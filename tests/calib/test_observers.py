@@ -193,15 +193,6 @@ def test_the_fit_of_logits_counts_those_that_a_query_sees():
     assert 0.05 < fit.clipped < 0.2
 
 
-def test_ranges_of_another_width_or_target_are_refused():
-    ranges = Ranges("", {}, 8, {"layers.0.k": torch.ones(1, 4)})
-    ranges.check(Recipe.of(k="8:static"))
-    with pytest.raises(UsageError, match="clipped for 8 bits"):
-        ranges.check(Recipe.of(k="4:static"))
-    with pytest.raises(UsageError, match="do not include v"):
-        ranges.check(Recipe.of(v="8:static"))
-
-
 def test_a_file_of_ranges_gives_them_back_and_any_flipped_bit_is_refused(tmp_path):
     ranges = Ranges("a model", {"tokens": 3}, 8, {"layers.0.k": torch.rand(1, 4) + 1})
     file = tmp_path / "scales.safetensors"

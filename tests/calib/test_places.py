@@ -8,14 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 import diffquant
-from diffquant.calib.calibration.calibrate import calibrate
-from diffquant.calib.outliers import find_outliers
-from diffquant.checkpoints.places import Places
 from diffquant.errors import UsageError
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
-
-WINDOWS = {"tokens": 256, "window": 32, "dtype": "float32", "batch_tokens": 64}
 
 
 @pytest.fixture(scope="module", params=["diffllama", "unilm-v2"])
@@ -24,26 +19,6 @@ def model(request, tmp_path_factory):
     write_checkpoint(folder, request.param, vocab_size=len(tiny_lm.tokenizer()), max_position_embeddings=512)
     tiny_lm.tokenizer().save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def places(tmp_path):
-    return Places({"": "cpu", "model.layers.1": "disk"}, offload_folder=tmp_path / "offload")
-
-
-def test_outliers_of_a_model_on_disk_are_those_of_one_in_memory(model, places, on_disk):
-    spread = find_outliers([model], places=places, **WINDOWS)
-    assert any(name.startswith("model.layers.1.self_attn") for name in on_disk)
-    assert spread.models == find_outliers([model], **WINDOWS).models
-
-
-def test_ranges_of_a_model_on_disk_are_those_of_one_in_memory(model, places, on_disk):
-    spread, fits = calibrate(model, places=places, **WINDOWS)
-    assert any(name.startswith("model.layers.1.self_attn") for name in on_disk)
-    ranges, expected = calibrate(model, **WINDOWS)
-    assert fits == expected
-    assert spread.settings == ranges.settings
-    torch.testing.assert_close(spread.tensors, ranges.tensors, rtol=0, atol=0)
 
 
 def test_the_command_line_spreads_a_model_larger_than_memory(model, tmp_path, on_disk, run, monkeypatch):
