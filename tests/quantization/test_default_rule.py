@@ -56,11 +56,6 @@ def test_schemes_that_mse_cannot_do_are_rounded_to_nearest_and_it_is_said(model,
     assert "rounding by nearest, because" in caplog.text
 
 
-def test_a_recipe_of_the_cache_alone_names_no_rule(model, tmp_path):
-    diffquant.quantize(model, tmp_path / "out", "paper")
-    assert "rounding" not in (tmp_path / "out" / "recipe.yaml").read_text()
-
-
 @in_one_test(("effort", "rule"), [("fast", "mse"), ("balanced", "gptq"), ("best", "tuned")])
 def test_an_effort_is_a_rule(model, tmp_path, effort, rule):
     class Planned(Exception):

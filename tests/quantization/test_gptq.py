@@ -225,9 +225,3 @@ def test_modules_that_read_one_input_are_found_in_the_order_of_their_run(tmp_pat
 def test_options_that_cannot_be_are_refused(rounding, message):
     with pytest.raises(UsageError, match=message):
         Recipe.of(weights="4:g32", rounding=rounding)
-
-
-def test_another_rule_takes_no_options(checkpoint, tmp_path):
-    recipe = Recipe.of(weights="4:g16", rounding={"name": "mse", "order": "activation"})
-    with pytest.raises(UsageError, match="rounding mse has no order; leave it out, or use gptq"):
-        quantize(checkpoint, tmp_path / "low", recipe)

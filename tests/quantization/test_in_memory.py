@@ -41,13 +41,6 @@ def test_the_result_is_the_disks(tmp_path, kind, dtype, recipe):
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-def test_the_result_is_that_of_the_checkpoint_that_was_loaded(tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "given", "unilm-v1")
-    diffquant.quantize(checkpoint, tmp_path / "quantized", {"weights": "4:g32"}, effort="fast")
-    in_memory = diffquant.quantize(diffquant.load(checkpoint), recipe="4:g32")
-    assert same(in_memory, diffquant.load(tmp_path / "quantized"))
-
-
 def test_the_models_own_cache_stays_where_the_recipe_says_nothing_of_it(tmp_path):
     model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"), {"kv": 8})
     recipe = diffquant.quantize(model, recipe={"weights": "8:row"}).recipe
@@ -66,12 +59,6 @@ def test_what_is_about_files_is_refused(tmp_path, options, said):
     model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
     with pytest.raises(UsageError, match=said):
         diffquant.quantize(model, **{"recipe": "4:g32"} | options)
-
-
-def test_a_model_that_is_quantized_is_refused(tmp_path):
-    model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
-    with pytest.raises(UsageError, match="are already quantized"):
-        diffquant.quantize(diffquant.quantize(model, recipe="4:g32"), recipe="4:g32")
 
 
 def test_a_models_weights_stay_under_a_recipe_of_its_cache(tmp_path):

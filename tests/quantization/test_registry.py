@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffquant.checkpoints import source as source_module
 from diffquant.checkpoints.compressed_tensors import weight_scale
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.grid import SweepOptions
@@ -108,14 +107,6 @@ def test_a_cell_follows_the_contents_of_the_text_that_its_rounding_reads(checkpo
     assert cells == [2, 3, 3]
 
 
-def test_quantize_with_gptq_opens_its_source_once(checkpoint, tmp_path, monkeypatch):
-    open_checkpoint, opened = source_module.open_checkpoint, []
-    monkeypatch.setattr(source_module, "open_checkpoint", lambda path: opened.append(path) or open_checkpoint(path))
-    recipe = Recipe.of(weights="4:g16", rounding={"name": "gptq", "tokens": 256, "window": 64})
-    quantize(checkpoint, tmp_path / "low", recipe)
-    assert opened == [checkpoint]
-
-
 @in_one_test(
     ("rounding", "message"),
     [
@@ -144,11 +135,6 @@ def test_scales_that_span_rows_are_refused_before_a_text_is_read(checkpoint, tmp
         for verb in (lambda r: quantize(checkpoint, tmp_path / "low", r), lambda r: load(checkpoint, r)):
             with pytest.raises(UsageError, match=rf"{rounding}' rounds row by row, but .*layers\.0\.self_attn\.o_proj"):
                 verb(recipe)
-
-
-def test_a_name_is_taken_once():
-    with pytest.raises(UsageError, match="there is a rounding 'mse' already"):
-        register(rounding_named("mse"))
 
 
 def test_settings_make_the_round_trip_through_yaml(tmp_path):
