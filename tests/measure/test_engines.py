@@ -117,33 +117,6 @@ def test_a_sweep_that_stops_under_one_engine_goes_on_under_another(model, undist
     assert lasting(tmp_path) == lasting(undisturbed)
 
 
-def test_sweeps_into_one_folder_at_once_measure_each_cell_once_and_all_end_well(
-    model, undisturbed, tmp_path, monkeypatch
-):
-    measure, measured = CheckpointSubject.measure, []
-
-    def counted(self, task, recipe, *others):
-        measured.append((task.name, recipe))
-        return measure(self, task, recipe, *others)
-
-    monkeypatch.setattr(CheckpointSubject, "measure", counted)
-    ended = []
-
-    def sweep():
-        result = run_sweep([model], OPTIONS, tmp_path)
-        result.require_complete()
-        ended.append(result)
-
-    threads = [threading.Thread(target=sweep) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(ended) == 3
-    assert len(measured) == CELLS
-    assert lasting(tmp_path) == lasting(undisturbed)
-
-
 @in_one_test("count", [1, 2, 4, 7])
 def test_shards_have_each_cell_once_and_the_sweep_after_them_measures_nothing(
     model, undisturbed, tmp_path, count, monkeypatch

@@ -81,8 +81,7 @@ def test_what_only_the_likeliest_tokens_tell_is_a_lower_bound(known):
         found[k] = divergence(*sides)
         for row in range(len(p)):
             keep = {
-                "reference": set(p[row].topk(k).indices.tolist()),
-                "candidate": set(q[row].topk(k).indices.tolist()),
+                name: set(side[row].topk(k).indices.tolist()) for name, side in (("reference", p), ("candidate", q))
             }
             kept = keep["reference"] & keep["candidate"] if known == "both" else keep[known]
             assert float(found[k][row]) == pytest.approx(binned(p[row], q[row], kept), rel=1e-4, abs=1e-7)
@@ -125,15 +124,6 @@ def test_a_quantized_reference_and_a_candidate_of_16_bits_may_be_exchanged(refer
     assert "exchanged" not in caplog.text
     diffquant.fidelity(candidate, reference, **READING)
     assert "the candidate has not; are they exchanged?" in caplog.text
-
-
-def test_a_model_is_at_no_distance_from_itself(reference):
-    same = diffquant.fidelity(reference, reference, **READING)
-    assert (same.mean.mean, same.largest, same.agreement.mean) == (0.0, 0.0, 1.0)
-
-
-def test_chunks_have_512_tokens_where_nothing_else_is_said(reference):
-    assert diffquant.fidelity(reference, reference, characters=2000, dtype="float32").text["context"] == 512
 
 
 def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
@@ -290,7 +280,9 @@ def test_tokens_that_a_vocabulary_does_not_have_are_refused():
             compare(Told("a", Distributions(whole)), Told("b", other), chunk, silent)
 
 
-def test_a_server_that_refuses_is_told_of(reference, candidate, serve):
+def test_a_server_that_refuses_or_is_not_there_is_told_of(reference, candidate, serve):
+    with pytest.raises(UsageError, match="is the server running"):
+        diffquant.fidelity(reference, "http://127.0.0.1:9", **READING)
     with pytest.raises(DiffQuantError, match="at most 3 logprobs"):
         diffquant.fidelity(reference, serve(candidate, most=3), top_k=5, **READING)
 
@@ -310,11 +302,6 @@ def test_chunks_are_as_long_as_a_server_has_room_for(reference, candidate, serve
     with pytest.raises(UsageError, match="up to 49 tokens"):
         diffquant.fidelity(reference, url, **READING | {"context": 50})
     assert diffquant.fidelity(reference, url, **READING | {"context": None}).text["context"] == 49
-
-
-def test_a_server_that_is_not_there_is_told_of(reference):
-    with pytest.raises(UsageError, match="is the server running"):
-        diffquant.fidelity(reference, "http://127.0.0.1:9", **READING)
 
 
 def test_what_was_calibrated_on_the_scored_text_is_said(reference, tmp_path):

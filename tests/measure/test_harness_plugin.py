@@ -8,7 +8,6 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
-from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from diffquant.errors import NotFiredError, UsageError
@@ -77,31 +76,6 @@ def test_by_name_and_text_it_gives_the_numbers_of_our_own_hellaswag(checkpoint, 
     assert answers == ours.details["logprobs"]
     assert scores["acc,none"] == pytest.approx(ours.details["acc"])
     assert scores["acc_norm,none"] == pytest.approx(ours.score)
-
-
-def test_an_instance_scores_as_hflm_scores_the_folder(checkpoint, task_folder):
-    ours, _ = evaluated(task_folder, DiffQuantLM(checkpoint, dtype="float32"))
-    theirs, _ = evaluated(task_folder, HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32"))
-    assert (ours["acc,none"], ours["acc_norm,none"]) == (theirs["acc,none"], theirs["acc_norm,none"])
-
-
-def test_rolling_likelihoods_and_generated_text_are_hflms(checkpoint):
-    ours, theirs = from_text(checkpoint), HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32")
-    texts = instances("loglikelihood_rolling", [("Short.",), ("A text that no window of the model holds. " * 60,)])
-    assert ours.loglikelihood_rolling(texts) == pytest.approx(
-        theirs.loglikelihood_rolling(texts, disable_tqdm=True), rel=1e-5
-    )
-    asked = [(text, {"until": [".", "\n"], "max_gen_toks": 12}) for text in ("He took the", "The", "In the morning")]
-    expected = theirs.generate_until(instances("generate_until", asked), disable_tqdm=True)
-    assert ours.generate_until(instances("generate_until", asked)) == expected
-
-
-@in_one_test(
-    ("given", "recipe"),
-    [("recipe=8:row", Recipe.of(weights="8:row")), ("recipe=paper", Recipe.of(logits="4:tensor")), ("", Recipe())],
-)
-def test_a_recipe_is_read_from_text(checkpoint, given, recipe):
-    assert from_text(checkpoint, given).loaded.recipe == recipe
 
 
 @in_one_test(

@@ -10,7 +10,6 @@ from diffquant.measure import scoring
 from diffquant.measure.language_model import LanguageModel, Request, States
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.scoring import pass_cost_on, score, split_into_runs
-from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.task import batch_tokens_on
 from diffquant.measure.torch_model import TorchModel
 from diffquant.recipe import Recipe
@@ -91,11 +90,6 @@ def test_planning_looks_at_lengths_and_not_at_pairs_of_sequences():
     runs = split_into_runs(lengths, 1 << 20, 80, 4096)
     assert sum(map(len, runs)) == 6000
     assert lengths.looks < 6000 * (60 + 3)
-
-
-def test_the_device_chooses_the_budget_unless_it_is_given():
-    assert SweepOptions().pass_tokens("cpu") == 4096 < SweepOptions().pass_tokens("cuda:1")
-    assert SweepOptions(batch_tokens=64).pass_tokens("cuda") == 64
 
 
 def test_a_models_cells_share_one_encoding_of_the_items(monkeypatch):

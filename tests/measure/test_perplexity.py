@@ -8,7 +8,6 @@ from diffquant import data
 from diffquant.checkpoints.texts import load_text
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.measure import scoring
-from diffquant.measure.scoring import next_token_kl
 from diffquant.measure.tasks.perplexity import compute_reference, score_text
 from diffquant.measure.torch_model import TorchModel
 from tests.support import tiny_lm
@@ -74,12 +73,6 @@ def test_kl_is_the_mean_over_positions_of_torchs_kl_over_the_whole_vocabulary(mo
     assert score_text(TorchModel(model, tokenizer), TEXT, 2048, 2048, reference=reference)["kl"] == pytest.approx(
         0, abs=1e-6
     )
-
-
-def test_kl_of_rows_is_torchs():
-    p, q = torch.randn(2, 5, 33, generator=torch.Generator().manual_seed(0)) * 9
-    expected = kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-    torch.testing.assert_close(next_token_kl(p, q), expected)
 
 
 @in_one_test(("text", "window", "stride"), [("", 8, 8), ("a", 8, 8), (TEXT, 8, 9), (TEXT, 8, 0)])

@@ -118,17 +118,21 @@ RECIPES = {
 }
 
 
+def scores_alone(model, requests):
+    """Log-probability of each continuation from a pass of its own."""
+    for request in requests:
+        tokens = torch.tensor([request.context + request.continuation])
+        logprobs = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])
+        yield float(logprobs[0, len(request.context) - 1 :].sum())
+
+
 @pytest.mark.parametrize("recipe", sampled(RECIPES.values(), 3), ids=RECIPES.keys())
 def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
     model = load(diff_v2, recipe, dtype=torch.float64)
     items = hellaswag.load_items(limit=4)
     encoder = RequestEncoder(tiny_lm.tokenizer(), 512, tiny_lm.WORDS)
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
-    alone = []
-    for request in requests:
-        tokens = torch.tensor([request.context + request.continuation])
-        logprobs = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])
-        alone.append(float(logprobs[0, len(request.context) - 1 :].sum()))
+    alone = list(scores_alone(model, requests))
     for batch_tokens in (60, 4096):
         ours = [logprob for logprob, _ in score(TorchModel(model), requests, batch_tokens)]
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=0, atol=1e-3)
@@ -144,22 +148,15 @@ def test_a_score_of_a_model_with_windows_is_that_of_its_sequence_run_alone(tmp_p
     draw = lambda length: tuple(torch.randint(2, 90, (length,), generator=rng).tolist())  # noqa: E731
     contexts = [draw(length) for length in (3, 9, 14, 25, 31)]
     requests = [scoring.Request(context, draw(length)) for context in contexts for length in (1, 4, 7)]
-    alone = []
-    for request in requests:
-        tokens = torch.tensor([request.context + request.continuation])
-        logprobs = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])
-        alone.append(float(logprobs[0, len(request.context) - 1 :].sum()))
+    alone = list(scores_alone(model, requests))
     ours = [logprob for logprob, _ in score(TorchModel(model), requests)]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=0, atol=1e-4)
 
 
-def test_prefixes_are_shared_only_where_no_scale_spans_rows():
+def test_prefixes_are_shared_and_sequences_padded_only_where_no_scale_spans_them():
     shared = {name for name, recipe in RECIPES.items() if shares_prefixes(recipe)}
     of_groups = {"logits group", "logits nvfp4", "p group", "p mxfp8 of a layer"}
     assert shared == {"16 bits", "row", "row shift", "kv row", "kv group", "p row", "pv row", *of_groups}
-
-
-def test_sequences_are_padded_only_where_no_scale_spans_so_many_tokens():
     padded = {name for name, recipe in RECIPES.items() if takes_padding(recipe)}
     counted = {"logits group", "logits nvfp4", "p group", "p mxfp8 of a layer", "pv group"}
     assert set(RECIPES) - padded == {"block", "qk block", "k column", *counted}

@@ -54,10 +54,6 @@ def test_a_token_without_an_embedding_is_named(model, reader):
         READERS[reader](model)
 
 
-def test_texts_without_it_are_read(model):
-    assert perplexity.score_text(model, TEXT.replace(WORD, "cat"), 64, 32)["tokens"]
-
-
 def test_calibration_names_it_before_a_pass(folder, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(UsageError, match=SAID):
