@@ -181,24 +181,6 @@ def test_only_backends_that_hold_maps_take_rounded_weights():
             attend(call, name)
 
 
-@pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped", "phi4flash", "motif3"])
-@pytest.mark.parametrize("recipe", [{"p": "4:row"}, {"pv": "4:channel"}, {"pv": "4:head"}, {"qk": "4:row:rotated"}])
-def test_padding_and_batching_never_count(tmp_path, name, recipe):
-    model, ids = load(write_checkpoint(tmp_path / "model", name)), random_ids(batch=2, length=13)
-    model.apply_recipe(Recipe.of(**recipe))
-    alone = model(ids[:1, 4:]).logits
-    together = model(ids, attention_mask=torch.tensor([[0] * 4 + [1] * 9, [1] * 13])).logits
-    torch.testing.assert_close(together[:1, 4:], alone, rtol=0, atol=2e-4)
-
-
-def test_weights_read_token_by_token_are_those_of_a_whole_text(tmp_path):
-    model, ids = load(write_checkpoint(tmp_path / "model", "unilm-v2")), random_ids(batch=1, length=9)
-    model.apply_recipe(Recipe.of(p="4:g4", pv="4:row"))
-    cache = model.new_cache()
-    steps = [model(token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, 1)]
-    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=0, atol=1e-4)
-
-
 @in_one_test(
     ("recipe", "shares", "pads"),
     [
@@ -207,6 +189,11 @@ def test_weights_read_token_by_token_are_those_of_a_whole_text(tmp_path):
         ({"pv": "4:row"}, True, True),
         ({"pv": "4:channel"}, False, True),
         ({"pv": "nvfp4"}, False, False),
+        ({"qk": "4:row"}, True, True),
+        ({"qk": "4:row:smooth"}, False, True),
+        ({"qk": "4:b64"}, False, False),
+        ({"qk": "4:head"}, False, True),
+        ({"qk": "4:tensor"}, False, True),
         ({"qk": "8:row:smoothq"}, False, False),
         ({"qk": "8:thread"}, False, False),
     ],

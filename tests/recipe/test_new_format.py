@@ -240,11 +240,6 @@ def test_a_format_that_schemes_cannot_name_or_whose_levels_cannot_be_is_refused(
         register(odd)
 
 
-def test_an_unknown_format_is_refused_with_those_that_have_names(ternary):
-    with pytest.raises(UsageError, match=r"cannot read scheme 'terary:g16': .*; other formats are .*ternary"):
-        Scheme.parse("terary:g16")
-
-
 def test_there_is_one_object_a_format_wherever_a_scheme_travels(ternary):
     import copy
     import pickle
