@@ -11,12 +11,9 @@ from diffquant.benchmarks.cells import BenchCell
 from diffquant.benchmarks.run import PARTS
 from diffquant.errors import OutputExistsError
 from diffquant.support.outputs import RunFiles, check_replaced
-from diffquant.support.progress import silent
-from diffquant.verbs.bench import bench as bench_verb
 from diffquant.verbs.cli import app, main
 from diffquant.verbs.demonstration import RECIPES
 from tests.support import tiny_lm
-from tests.support.tables import in_one_test
 
 COMMANDS = typer.main.get_command(app).commands
 FOREIGN = b"somebody's own\n"
@@ -131,15 +128,6 @@ def test_tuning_leaves_somebodys_file_as_it_is(tmp_path, monkeypatch):
         with pytest.raises(OutputExistsError, match=r"holds tuned\.json, which diffquant did not write"):
             tune(file, "cuda")
         assert file.read_bytes() == content
-
-
-@in_one_test("progress", [None, silent])
-def test_tuning_tells_the_progress_that_it_is_given_or_shows_one(tmp_path, monkeypatch, progress):
-    """Kernels are tuned on a GPU alone, so what would tune them says what it was given."""
-    monkeypatch.setattr("diffquant.benchmarks.tune.tune", lambda file, device, progress: progress)
-    given = bench_verb(device="cpu", tune=tmp_path / "tuned.json", progress=progress)
-    assert callable(given)
-    assert (given is silent) == (progress is silent)
 
 
 def test_somebodys_link_and_folder_count_as_theirs(tmp_path):
