@@ -1,16 +1,24 @@
-"""What `plan` says a model takes is what `quantize` writes and a cache holds."""
+"""Plans: what they say is what `quantize` writes and a cache holds, of folders, models in memory and rules unnamed."""
 
 import json
+import logging
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import diffquant
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
 from diffquant.model.cache import PackedCache
+from diffquant.quantization.plan import plan_quantization
+from diffquant.quantization.planning import estimate_seconds
+from diffquant.recipe import Recipe
 from diffquant.verbs.cli import app
 from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models import random_ids
+from tests.support.tables import in_one_test
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +79,150 @@ def test_the_command_fits_80_columns_and_gives_json(model):
     assert max(map(len, shown.output.splitlines()[1:])) <= 80
     data = CliRunner().invoke(app, ["plan", str(model), "--context", "128", "--memory", "24G", "--json"])
     assert json.loads(data.output)["fits"] is True
+
+
+def same(a, b):
+    """Whether two models hold the same parameters, to the bit, under the same recipe."""
+    states = a.state_dict(), b.state_dict()
+    return (
+        a.recipe == b.recipe
+        and set(states[0]) == set(states[1])
+        and all(x.dtype == states[1][name].dtype and torch.equal(x, states[1][name]) for name, x in states[0].items())
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["unilm-v1", "unilm-v2-half", "diffllama", "llama"])
+@pytest.mark.parametrize(
+    "recipe",
+    [{"weights": "4:g32", "kv": 8, "logits": "6:row"}, {"weights": "nvfp4"}, {"weights": "e4m3:b128"}],
+    ids=str,
+)
+def test_the_result_is_the_disks(tmp_path, kind, dtype, recipe):
+    model = diffquant.load(write_checkpoint(tmp_path / "given", kind), dtype=dtype)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "saved")
+    diffquant.quantize(tmp_path / "saved", tmp_path / "quantized", recipe)
+    expected, result = diffquant.load(tmp_path / "quantized", dtype=dtype), diffquant.quantize(model, recipe=recipe)
+    assert same(result, expected)
+    ids = random_ids(2, 9)
+    assert torch.equal(result(ids).logits, expected(ids).logits)
+    assert not torch.equal(result(ids).logits, model(ids).logits)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_the_models_own_cache_stays_where_the_recipe_says_nothing_of_it(tmp_path):
+    model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"), {"kv": 8})
+    recipe = diffquant.quantize(model, recipe={"weights": "8:row"}).recipe
+    assert (str(recipe.k), str(recipe.weights)) == ("8:row", "8:row")
+
+
+@in_one_test(
+    ("options", "said"),
+    [
+        ({"output": "out"}, "leave out output"),
+        ({"overwrite": True}, "leave out output"),
+        ({"effort": "balanced"}, "gptq needs a tokenizer"),
+    ],
+)
+def test_what_is_about_files_is_refused(tmp_path, options, said):
+    model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
+    with pytest.raises(UsageError, match=said):
+        diffquant.quantize(model, **{"recipe": "4:g32"} | options)
+
+
+def test_a_models_weights_stay_under_a_recipe_of_its_cache(tmp_path):
+    checkpoint, ids = write_checkpoint(tmp_path / "given", "llama"), random_ids(2, 9)
+    diffquant.quantize(checkpoint, tmp_path / "quantized", {"weights": "4:g32"}, effort="fast")
+    kv = {"kv": "8:row"}
+    for model in (diffquant.load(checkpoint, {"weights": "4:g32"}), diffquant.load(tmp_path / "quantized")):
+        recipe, expected = model.recipe, model(ids).logits
+        model.apply_recipe(kv)
+        assert model.recipe == Recipe.of(**kv).with_weights_of(recipe)
+        with pytest.raises(UsageError, match="are already quantized"):
+            diffquant.quantize(model, recipe={"weights": "4:g32"})
+        with pytest.raises(UsageError, match="are at low bits"):
+            model.save_pretrained(tmp_path / "saved")
+        for other in ("8:row", {"overrides": {"*.q_proj": "8:row"}}):
+            with pytest.raises(UsageError, match="weight schemes differ from those with which this model was loaded"):
+                model.apply_recipe(other)
+        model.apply_recipe(recipe)
+        assert torch.equal(model(ids).logits, expected)
+    plain = diffquant.load(checkpoint)
+    with pytest.raises(UsageError, match="weight schemes differ"):
+        plain.apply_recipe({"weights": "4:g32"} | kv)
+
+
+def test_a_model_whose_parts_lie_on_the_disk_is_refused(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "given", "llama")
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    model = diffquant.load(checkpoint, device_map=places, offload_folder=tmp_path / "offloaded")
+    with pytest.raises(UsageError, match="are offloaded"):
+        diffquant.quantize(model, recipe={"weights": "8:row"})
+
+
+def rule_of(folder):
+    return json.loads((folder / "diffquant.json").read_text())["rounding"]["name"]
+
+
+@in_one_test("given", ["4:g16", {"weights": "4:g16"}])
+def test_what_is_typed_without_a_rule_is_rounded_by_mse(model, tmp_path, given):
+    report = diffquant.quantize(model, tmp_path / "out", given)
+    assert rule_of(tmp_path / "out") == "mse"
+    assert "by mse" in report.summary()
+    nearest = diffquant.quantize(model, tmp_path / "nearest", given, rounding="nearest")
+    assert all(
+        ours.error < theirs.error
+        for ours, theirs in zip(
+            sorted(report.errors, key=lambda e: e.name), sorted(nearest.errors, key=lambda e: e.name), strict=True
+        )
+    )
+
+
+def test_a_stored_recipe_without_a_rule_keeps_its_meaning(model, tmp_path):
+    diffquant.quantize(model, tmp_path / "old", {"weights": "4:g16"}, rounding="nearest")
+    stored = tmp_path / "old" / "recipe.yaml"
+    assert "rounding" not in stored.read_text()
+    for name, recipe in {"file": stored, "text": str(stored), "object": Recipe.of(weights="4:g16")}.items():
+        diffquant.quantize(model, tmp_path / name, recipe)
+        assert rule_of(tmp_path / name) == "nearest"
+        again, old = ((tmp_path / each / "model.safetensors").read_bytes() for each in (name, "old"))
+        assert again == old
+
+
+def test_schemes_that_mse_cannot_do_are_rounded_to_nearest_and_it_is_said(model, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "diffquant.verbs")
+    diffquant.quantize(model, tmp_path / "out", {"weights": "8:tensor"})
+    assert rule_of(tmp_path / "out") == "nearest"
+    assert "rounding by nearest, because" in caplog.text
+
+
+@in_one_test(("effort", "rule"), [("fast", "mse"), ("balanced", "gptq"), ("best", "tuned")])
+def test_an_effort_is_a_rule(model, tmp_path, effort, rule):
+    class Planned(Exception):
+        pass
+
+    def stop(plan):
+        assert plan.recipe.rounding.name == rule
+        raise Planned
+
+    with pytest.raises(Planned):
+        diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort=effort, on_plan=stop)
+
+
+def test_an_effort_beside_a_rule_and_one_that_is_none_are_refused(model, tmp_path):
+    with pytest.raises(UsageError, match="effort chooses the rounding rule; leave out rounding"):
+        diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort="best", rounding="mse")
+    with pytest.raises(UsageError, match="unknown effort 'bets'; did you mean 'best'"):
+        diffquant.quantize(model, tmp_path / "out", {"weights": "4:g16"}, effort="bets")
+
+
+def test_an_estimate_grows_with_what_a_rule_reads(model):
+    source = open_source(model)
+
+    def seconds(**rounding):
+        return estimate_seconds(source, plan_quantization(source, Recipe.of(weights="4:g16", rounding=rounding)))
+
+    assert seconds(name="nearest") > 0
+    short, long = (seconds(name="gptq", tokens=tokens) for tokens in (1000, 100_000))
+    assert long > 10 * short > 0
