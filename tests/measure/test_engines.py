@@ -85,19 +85,6 @@ def side_by_side(run, progress):
         thread.join()
 
 
-def stopping(count):
-    """An engine that stops as Ctrl-C does, after some cells."""
-
-    def engine(run, progress):
-        def stop(done, total, what):
-            if done == count:
-                raise KeyboardInterrupt
-
-        measure_all(run, stop)
-
-    return engine
-
-
 def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
     expected = lasting(undisturbed)
     engines = {"backwards": backwards, "side by side": side_by_side, "processes": partial(run_processes, workers=2)}
@@ -105,16 +92,6 @@ def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
         run_sweep([model], OPTIONS, tmp_path / name, engine=engine).require_complete()
         assert lasting(tmp_path / name) == expected
         assert not left_over(tmp_path / name)
-
-
-@thorough
-def test_a_sweep_that_stops_under_one_engine_goes_on_under_another(model, undisturbed, tmp_path):
-    with pytest.raises(KeyboardInterrupt, match=f"2 of {CELLS} cells are done"):
-        run_sweep([model], OPTIONS, tmp_path, engine=stopping(2))
-    with pytest.raises(KeyboardInterrupt, match=f"3 of {CELLS} cells are done"):
-        run_sweep([model], OPTIONS, tmp_path, engine=stopping(1))
-    run_sweep([model], OPTIONS, tmp_path, engine=partial(run_processes, workers=2))
-    assert lasting(tmp_path) == lasting(undisturbed)
 
 
 @in_one_test("count", [1, 2, 4, 7])

@@ -6,6 +6,7 @@ import math
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 import scipy.stats
@@ -21,7 +22,7 @@ from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError,
 from diffquant.measure.fidelity import compare
 from diffquant.measure.fidelity.base_file import BaseFile, write_base
 from diffquant.measure.fidelity.result import Fidelity
-from diffquant.measure.fidelity.sides import Distributions, Server, Side, divergence
+from diffquant.measure.fidelity.sides import Distributions, Server, divergence
 from diffquant.support.progress import silent
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
@@ -258,26 +259,13 @@ def test_a_server_is_asked_once_how_it_begins_texts(reference, candidate, serve,
 
 
 def test_tokens_that_a_vocabulary_does_not_have_are_refused():
-    class Told(Side):
-        name, first_token = "", None
-
-        def __init__(self, name, told):
-            self.name, self._told = name, told
-
-        def about(self):
-            return {}
-
-        def tokens(self, text):
-            return []
-
-        def predict(self, number, ids, first):
-            return self._told
+    def side(name, told):
+        return SimpleNamespace(name=name, first_token=None, about=dict, predict=lambda *_: told)
 
     whole, more = random_logs(3, 7).float(), random_logs(3, 9).float()
-    chunk = torch.arange(8)[None] % 7
     for other in (Distributions(more), Distributions(torch.full((3, 1), -1.0), torch.full((3, 1), 8), 1)):
         with pytest.raises(UsageError, match="a has a vocabulary of 7 tokens, and b"):
-            compare(Told("a", Distributions(whole)), Told("b", other), chunk, silent)
+            compare(side("a", Distributions(whole)), side("b", other), torch.arange(8)[None] % 7, silent)
 
 
 def test_a_server_that_refuses_or_is_not_there_is_told_of(reference, candidate, serve):
@@ -312,14 +300,14 @@ def test_what_was_calibrated_on_the_scored_text_is_said(reference, tmp_path):
     reading = {"context": CONTEXT, "dtype": "float32"}
     seen = diffquant.fidelity(reference, tmp_path / "low", text=text, characters=0, **reading)
     ids = diffquant.load_tokenizer(reference).encode(text.read_text(), add_special_tokens=False)
-    known = int(seen.text["calibration"].split(" of which ")[1].split()[0])
+    known = int(seen.text["calibration"].split(" contains ")[1].split()[0].replace(",", ""))
     assert known == pytest.approx(1024 * 31 / CONTEXT, abs=31)
     assert len(ids) > 1500
     other = diffquant.fidelity(reference, tmp_path / "low", characters=4000, **reading)
-    assert " 0 of " in other.text["calibration"]
+    assert " contains 0 of " in other.text["calibration"]
     text.unlink()
     gone = diffquant.fidelity(reference, tmp_path / "low", characters=4000, **reading)
-    assert "not at hand" in gone.text["calibration"]
+    assert "not available" in gone.text["calibration"]
 
 
 def test_outputs_are_read_by_the_hubs_own_parser(reference, candidate, tmp_path):

@@ -1,6 +1,5 @@
 import csv
 import io
-import json
 import re
 from dataclasses import astuple, replace
 from html.parser import HTMLParser
@@ -215,16 +214,6 @@ def test_a_name_is_drawn_letter_by_letter(sweep, tmp_path, name):
     (legend,) = figure.legends
     drawn = [text._preprocess_math(text.get_text()) for text in legend.get_texts()]
     assert (name, False) in drawn
-
-
-def test_outputs_of_a_real_sweep_are_written_and_listed(tmp_path):
-    model = tiny_lm.write_llama(tmp_path / "model")
-    result = run_sweep([model], SweepOptions(bits=(4,), task_options={"limit": 4}, dtype="float32"), tmp_path / "out")
-    written = write_outputs(result, tmp_path / "out")
-    assert [file.name for file in written] == ["table.csv", "plot.png", "report.html"]
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"cells", "sweep.json", *(f.name for f in written)}
-    assert written[1].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert json.loads((tmp_path / "out" / "sweep.json").read_text())["settings"]["tasks"][0]["n"] == 4
 
 
 def test_a_sweep_of_16_bits_alone_has_a_table_and_no_plot(tmp_path):

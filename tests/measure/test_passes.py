@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -113,15 +114,10 @@ def test_a_models_cells_share_one_encoding_of_the_items(monkeypatch):
     assert evaluate(tokenizer, items[:2])[0] > 0
 
 
-class Properties:
-    def __init__(self, total_memory):
-        self.total_memory = total_memory
-
-
 def test_logits_held_at_once_follow_the_devices_memory(monkeypatch):
     entries = {}
     for gigabytes in (8, 24, 141):
-        properties = Properties(gigabytes << 30)
+        properties = SimpleNamespace(total_memory=gigabytes << 30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
         entries[gigabytes] = scoring._logits_entries(torch.device("cuda"))
         assert 4 * entries[gigabytes] <= gigabytes << 30 >> 5

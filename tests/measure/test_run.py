@@ -197,30 +197,25 @@ def test_a_model_that_is_replaced_during_a_sweep_leaves_no_cell_under_its_old_ad
     run_sweep([model], options, tmp_path / "out").require_complete()
 
 
-def test_a_model_whose_files_are_only_touched_is_the_same_model(tmp_path):
+def test_a_model_is_known_by_its_contents_and_not_by_its_place_or_dates(tmp_path):
     model = tiny_lm.write_diff_v2(tmp_path / "model")
-    source = open_source(model)
-    assert source.fingerprint
+    source, moved = open_source(model), shutil.copytree(model, tmp_path / "moved")
+    assert source.fingerprint == open_source(moved).fingerprint
     for file in model.iterdir():
         file.touch()
     source.check_unchanged()
     (model / "tokenizer_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="changed while"):
         source.check_unchanged()
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert open_source(moved).fingerprint != source.fingerprint
 
 
 def test_eval_refuses_a_backend_that_cannot_quantize_logits_before_it_loads(model, monkeypatch):
     monkeypatch.setattr("diffquant.measure.sweep.subject.load", None)
     with pytest.raises(UsageError, match="'flashdiff1' keeps logits inside its kernel"):
         evaluate(model, Recipe.of(logits="4:row"), replace(OPTIONS, attention="flashdiff1"))
-
-
-def test_a_cell_follows_the_models_contents_not_its_place(model, tmp_path):
-    moved = shutil.copytree(model, tmp_path / "moved")
-    assert open_source(moved).fingerprint == open_source(model).fingerprint
-    config = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert open_source(moved).fingerprint != open_source(model).fingerprint
 
 
 @in_one_test("change", [{"limit": 5}, {"characters": 500}, {"stride": 16}, {"batch_tokens": 100}])
