@@ -333,18 +333,20 @@ def test_memory_of_simulated_logits_is_linear_in_the_keys(monkeypatch):
     assert max(largest) <= 1 << 14
 
 
-def test_a_backend_that_cannot_serve_says_why():
-    inputs = random_inputs("v1", 7, 7)
-    with pytest.raises(UsageError, match="flash-attn runs on CUDA only"):
-        attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "flash_attn")
-    with pytest.raises(UsageError, match="unknown attention backend 'fast'"):
-        attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "fast")
-    with pytest.raises(UsageError, match=r"'triton': Triton kernels run on CUDA devices, not on cpu; use auto"):
-        attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "triton")
-    with pytest.raises(UsageError, match="cannot quantize them"):
-        attend(AttentionCall(*inputs, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row")), "flashdiff1")
-    with pytest.raises(UsageError, match="'simulated' computes only quantized attention"):
-        attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "simulated")
+@in_one_test(
+    ("backend", "scheme", "message"),
+    [
+        ("flash_attn", "16", "flash-attn runs on CUDA only"),
+        ("fast", "16", "unknown attention backend 'fast'"),
+        ("triton", "16", r"'triton': Triton kernels run on CUDA devices, not on cpu; use auto"),
+        ("flashdiff1", "4:row", "cannot quantize them"),
+        ("simulated", "16", "'simulated' computes only quantized attention"),
+    ],
+)
+def test_a_backend_that_cannot_serve_says_why(backend, scheme, message):
+    call = AttentionCall(*random_inputs("v1", 7, 7), scale=0.3, mask=Mask(), logits=Scheme.parse(scheme))
+    with pytest.raises(UsageError, match=message):
+        attend(call, backend)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

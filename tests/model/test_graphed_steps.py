@@ -410,28 +410,6 @@ def test_on_cuda_it_is_said_why_a_model_is_not_recorded(monkeypatch, caplog):
         assert caplog.text.count(reason) == 1
 
 
-def test_the_stand_in_refuses_what_a_graph_cannot_hold():
-    x = torch.arange(4.0)
-    reads = (lambda: x * x.sum().item(), lambda: x[x > 1], x.nonzero, lambda: x + torch.tensor(2.0))
-    for work in (*reads, lambda: x if x.any() else -x):
-        with pytest.raises(recorded.HostRead):
-            recorded.record(work, x.device)
-    with pytest.raises(recorded.OtherDevice):
-        recorded.record(lambda: x + 1, torch.device("meta"))
-    counted = torch.zeros(2)
-
-    def work():
-        counted.add_(1)
-        return counted * x[:2]
-
-    replay, result = recorded.record(work, x.device)
-    assert counted.tolist() == [0, 0]
-    x.fill_(3)
-    for _ in range(2):
-        replay()
-    assert (counted.tolist(), result.tolist()) == ([2, 2], [6, 6])
-
-
 @in_one_test("generation", ["v1", "v2", "plain"])
 def test_a_step_reads_no_tensor_and_has_no_shape_that_depends_on_its_place(generation, monkeypatch):
     """On a device whose tensors hold nothing, so that nothing can be read."""

@@ -299,12 +299,3 @@ def test_a_shard_measures_its_part_and_writes_no_tables(tmp_path, model, caplog)
 def test_an_error_keeps_its_result_from_one_process_to_another():
     error = pickle.loads(pickle.dumps(FailedCellsError("2 of 3 cells failed", {"cells": 3})))
     assert (str(error), error.result) == ("2 of 3 cells failed", {"cells": 3})
-
-
-def test_python_runs_and_proves_an_export_and_hears_each_piece(tmp_path, model):
-    diffquant.export(model, tmp_path / "out")
-    pieces = []
-    made = diffquant.run(tmp_path / "out", "It was", max_new_tokens=3, on_text=pieces.append)
-    assert "".join(pieces) == made == diffquant.generate(model, "It was", max_new_tokens=3)
-    assert diffquant.verify(tmp_path / "out", model).passed
-    assert diffquant.inspect(model).to_dict()["generation"] == "DIFF V2"
