@@ -19,11 +19,9 @@ from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.benchmarks.report import markdown
 from diffquant.benchmarks.run import BenchOptions
 from diffquant.benchmarks.workloads import Model
-from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
-from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.model.adapters import adapter_for
 from diffquant.onnx.native import kernel_name, library_path, matmul_calls, matmul_kernel_name
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
@@ -40,16 +38,15 @@ from research.bench.programs import (
     peer_engines,
     products,
     programs,
-    quantize_peers,
     serving,
     sharing,
 )
 from research.bench.programs.batches import BatchSettings
 from research.bench.programs.quantize_index import plan_once
-from research.bench.programs.quantize_peers import in_turns, packed_weights, summary
+from research.bench.programs.quantize_peers import in_turns, packed_weights
 from research.bench.throughput import TRANSFORMER, V1, V2, run_throughput
 from tests.support import tiny_lm
-from tests.support.checkpoints import MOTIF3, write_checkpoint, write_diffllama
+from tests.support.checkpoints import write_checkpoint, write_diffllama
 from tests.support.models import random_llama
 from tests.support.synthetic import preset, write_holes
 from tests.support.thorough import sampled, thorough
@@ -275,19 +272,11 @@ NOT_ON_GPU_MACHINES = {
     *("transformers", "safetensors", "gguf", "accelerate", "yaml", "typer", "matplotlib", "tqdm"),
     *("onnx", "onnxruntime", "onnxscript", "lm_eval", "compressed_tensors", "bitsandbytes", "scipy", "pytest"),
 }
-PROGRAMS = [
-    "research.bench.programs.generate",
-    "research.bench.programs.hellaswag",
-    "research.bench.programs.native_op",
-    "research.bench.programs.quantize",
-    "research.bench.programs.serving",
-    "tests.support.synthetic",
-    "research.bench.__main__",
-    "research.bench.programs.products",
-    "research.bench.programs.quantize_index",
-    "research.bench.programs.quantize_peers",
-    "research.bench.programs.roundings",
+PROGRAMS = [f"research.bench.programs.{name}" for name in ("generate", "hellaswag", "native_op", "quantize", "serving")]
+PROGRAMS += [
+    f"research.bench.programs.{name}" for name in ("products", "quantize_index", "quantize_peers", "roundings")
 ]
+PROGRAMS += ["tests.support.synthetic", "research.bench.__main__"]
 
 
 def test_the_gpu_table_needs_torch_triton_and_numpy_alone():
@@ -297,12 +286,8 @@ from diffquant.benchmarks import contest, decode, linears, peers, roofline, tune
 from research.bench.gpu import groups, ratios
 print(len(groups.groups()), len(tune.active_configs()) > 0, *contest.SECTIONS)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT.format(packages=NOT_ON_GPU_MACHINES) + code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", WITHOUT.format(packages=NOT_ON_GPU_MACHINES) + code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1:] == ["True", "attention", "decode"]
 
@@ -334,17 +319,6 @@ print(program_sections(())["export"](BenchOptions(("export",)))["ONNX"](silent)[
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ONNX models need onnx, onnxruntime: pip install")
-
-
-def test_contestants_are_chosen_by_name_in_their_own_order_beside_torch():
-    assert contestants.chosen("") == list(contestants.CONTESTANTS)
-    assert contestants.chosen(f"llama.cpp Q4_0; {contestants.FLOAT}") == [
-        contestants.TORCH,
-        contestants.FLOAT,
-        "llama.cpp Q4_0",
-    ]
-    with pytest.raises(UsageError, match="no contestant is called 'vllm'; choose from torch float32;"):
-        contestants.chosen("vllm")
 
 
 def test_throughput_compares_models_of_nearly_equal_size():
@@ -450,29 +424,6 @@ def test_ways_take_turns_and_the_first_one_does_not_count():
     times = in_turns({name: lambda name=name: order.append(name) for name in "ab"}, turns=3)
     assert order == list("abababab")
     assert [len(each["seconds"]) for each in times.values()] == [3, 3]
-
-
-def test_the_summary_gives_medians_and_rates():
-    text = summary({"one": {"seconds": [4.0, 2.0, 3.0], "cpu_seconds": [5.0, 5.0, 1.0]}}, 6 * 10**9)
-    for part in ("3.00 (2.00-4.00)", "5.00", "2.000"):
-        assert part in text
-
-
-def test_without_torchao_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(quantize_peers, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="ONLY=quantizers"):
-        quantize_peers.main()
-
-
-def test_holes_have_names_and_shapes_and_read_as_zeros(tmp_path):
-    write_holes(tmp_path / "holes", MOTIF3, 3)
-    checkpoint = open_checkpoint(tmp_path / "holes")
-    assert len(checkpoint.weight_files()) == 3
-    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    assert shapes == adapter_for(MOTIF3).source_shapes()
-    experts = checkpoint.read("model.layers.1.moe.experts.down_proj")
-    assert experts.dtype == torch.bfloat16
-    assert not experts.any()
 
 
 def test_the_whole_index_takes_no_disk_and_its_plan_little_memory(tmp_path):
