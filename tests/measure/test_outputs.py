@@ -133,6 +133,16 @@ def test_of_one_model_granularities_are_lines_of_one_panel(sweep):
     assert "attention logits" in report_html(alone)
 
 
+def test_panels_that_all_show_the_same_are_one(sweep):
+    baseline = {cell.point.model: cell.result for cell in sweep.cells if cell.point.is_baseline}
+    same = replace(sweep, cells=[replace(cell, result=baseline[cell.point.model]) for cell in sweep.cells])
+    for band in bands(same):
+        (lines,) = band.lines.values()
+        drawn = {line.model: [point.x for point in line.points] for line in lines}
+        assert drawn == {"transformer": [8, 4, 3], "diff": [8, 4, 3]}
+    assert "all targets: same values" in report_html(same)
+
+
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
     eight, *_ = bands(sweep)[0].lines[PER_ROW][0].points
     change = paired_difference([int(i < 5) for i in range(10)], [int(i < 6) for i in range(10)])

@@ -161,6 +161,13 @@ def test_padding_does_not_enter_a_blocks_scales():
     torch.testing.assert_close(*outs, rtol=0, atol=0)
 
 
+def test_bits_that_are_stored_are_those_of_the_recipe():
+    cache, x = PackedCache(Recipe.of(k="8:row", v="4:row"), layers=2), states(256, dtype=torch.float16)
+    for layer in range(2):
+        cache.update(x, x, layer)
+    assert cache.nbytes == 2 * (2 * 3 * 256) * ((16 + 2) + (8 + 2))
+
+
 @in_one_test("dtype", [torch.float16, torch.bfloat16])
 def test_tiny_and_huge_half_states_stay_finite(dtype):
     huge, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 8

@@ -21,9 +21,11 @@ from diffquant.measure.scoring import score
 from diffquant.measure.sweep.subject import kv_bytes_per_token
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.adapters import adapter_for
+from diffquant.model.cache import PackedLayer
 from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import MambaBlock
 from diffquant.model.sambay.layers import Mamba
+from diffquant.model.windowed_cache import MixedCache
 from diffquant.quantization.inspection import inspect_checkpoint
 from diffquant.quantization.roundings import rounding_named
 from diffquant.quantization.roundings.gptq import descent
@@ -303,6 +305,8 @@ def test_a_cache_that_cannot_hold_the_states_is_refused(model):
 
     with pytest.raises(UsageError, match="DynamicCache does not hold Mamba's states"):
         model(random_ids(1, 3), past_key_values=DynamicCache())
+    with pytest.raises(UsageError, match="layer 0 of the cache holds no recurrent state"):
+        MixedCache(Recipe(), [PackedLayer(Recipe(), {})]).recurrent(0)
     cache = model.new_cache()
     model(random_ids(1, 3), past_key_values=cache)
     with pytest.raises(UsageError, match="cannot re"):

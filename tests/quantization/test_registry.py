@@ -128,6 +128,11 @@ def test_a_rounding_that_cannot_be_is_refused_before_anything_is_written(checkpo
     assert not (tmp_path / "low").exists()
 
 
+def test_a_name_is_taken_once():
+    with pytest.raises(UsageError, match="there is a rounding 'mse' already"):
+        register(rounding_named("mse"))
+
+
 def test_scales_that_span_rows_are_refused_before_a_text_is_read(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(type(rounding_named("gptq")), "prepare", lambda *_: pytest.fail("a text was read"))
     for rounding in ("mse", "gptq"):

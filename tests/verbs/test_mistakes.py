@@ -188,6 +188,8 @@ WRONG = [
     ("generate", ("SRC", "hi"), {"max_new_tokens": "x"}, "max_new_tokens is 'x'; it must be a whole number"),
     ("generate", ("SRC", "hi"), {"temperature": -1}, "temperature must be 0 or more, got -1"),
     ("generate", ("SRC", "hi"), {"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+    ("load", ("SRC",), {"dtype": torch.int8}, "a model cannot run in torch.int8"),
+    ("load", ("SRC",), {"dtype": "bf16"}, "unknown dtype 'bf16'"),
     ("verify", ("out",), {}, "verify: missing a required argument: 'model'"),
     ("verify", ("out", "SRC"), {"tolerance": "low"}, "tolerance is 'low'; it must be a number"),
     ("run", ("out", "hi"), {"max_new_tokens": -1}, "max_new_tokens must be 1 or more"),
