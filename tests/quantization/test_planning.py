@@ -34,10 +34,13 @@ def test_weights_take_what_quantize_writes(model, tmp_path, weights):
     packed = diffquant.plan(tmp_path / "out")
     assert packed.weights == written.bytes_after
     assert str(packed.recipe.k) == "8:row"
-    if weights == "8:row":
-        assert diffquant.plan(tmp_path / "out", {"kv": 16}).cache == diffquant.plan(model).cache
-        with pytest.raises(UsageError, match="out has quantized weights already"):
-            diffquant.plan(tmp_path / "out", {"weights": "4:g16"})
+
+
+def test_packed_weights_are_planned_as_they_run(model, tmp_path):
+    diffquant.quantize(model, tmp_path / "out", {"weights": "8:row", "kv": 8})
+    assert diffquant.plan(tmp_path / "out", {"kv": 16}).cache == diffquant.plan(model).cache
+    with pytest.raises(UsageError, match="out has quantized weights already"):
+        diffquant.plan(tmp_path / "out", {"weights": "4:g16"})
 
 
 @pytest.mark.parametrize(
