@@ -21,17 +21,11 @@ from diffquant.quantization.roundings.gptq.compensation import Inputs, damp, ret
 from diffquant.quantization.roundings.gptq.layer_inputs import group_by_input
 from diffquant.quantization.roundings.nearest import search_scale
 from diffquant.recipe.numbers.formats import format_named
-from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 
 TOKENS, WINDOW = 256, 64
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
 
 
 def settings(**options):

@@ -15,7 +15,6 @@ from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings import Rounder, Rounding, register, rounding_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.rounding import RoundingSettings
-from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
 OPTIONS = SweepOptions(
@@ -49,11 +48,6 @@ def truncate():
     register(Truncate())
     yield
     del roundings.ROUNDINGS["truncate"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
 
 
 def test_a_rounding_needs_its_file_alone(truncate, checkpoint, tmp_path):

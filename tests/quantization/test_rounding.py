@@ -16,7 +16,6 @@ from diffquant.quantization.roundings.nearest import round_to_nearest, round_wit
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.recipe.scheme import Scheme
-from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
 SCHEMES = ["4:g16", "4:row", "6:g16", "3:g16"]
@@ -155,11 +154,6 @@ def test_inputs_that_never_vary_do_no_harm():
     codes, scale = compensate(weight, Inputs.of(damp(x.T @ x)), Scheme.parse("4:g16"), torch.float32)
     assert torch.isfinite(scale).all()
     assert (codes[:, 7] != 0).any()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
 
 
 def test_every_rounding_writes_the_same_layout(checkpoint, tmp_path):

@@ -31,12 +31,6 @@ SETTINGS = PairsSettings(SCHEDULE, 0.05, {"diff-v1": 0.3}, "4:g32", heldout=1500
 LIMIT = Limit(minutes=5)
 
 
-@pytest.fixture(autouse=True)
-def _gradients():
-    with torch.enable_grad():
-        yield
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return tiny_lm.write_llama(tmp_path_factory.mktemp("base") / "llama")

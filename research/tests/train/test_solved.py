@@ -26,12 +26,6 @@ SETTINGS = Settings(
 )
 
 
-@pytest.fixture(autouse=True)
-def _gradients():
-    with torch.enable_grad():
-        yield
-
-
 @pytest.fixture(scope="module")
 def source():
     return Needles(data.books_text(), 128, **DATA)
