@@ -14,7 +14,7 @@ from diffquant.attention.registry import Backend
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.family.mask import Mask
 from diffquant.recipe.scheme import FULL, Scheme
-from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.support.decoding import check_pieces
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
@@ -62,22 +62,6 @@ def test_operands_are_rounded_as_loops_round_them(text, mask, length):
     queries, keys = round_operands(q, k, mask, scheme)
     torch.testing.assert_close(queries, in_numpy(q, valid[:, -length:], scheme, False), rtol=0, atol=1e-12)
     torch.testing.assert_close(keys, in_numpy(k, valid, scheme, True), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("text", ["4:tensor", "3:b4:smooth"])
-@pytest.mark.parametrize("name", [*SOURCES, *PHI4FLASH])
-def test_attention_of_the_whole_family_reads_rounded_operands(tmp_path, name, text):
-    model = load(write_checkpoint(tmp_path / "model", name)).double()
-    attention, spec = model.attentions[0], model.config.diff_spec
-    q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
-    k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
-    v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
-    lam = None if spec.maps == 1 else torch.full((2, spec.pairs, 13, 1), 0.4, dtype=torch.float64)
-    gate = None if spec.lam != "two-gates" else torch.full((2, spec.pairs, 13, 1), 0.7, dtype=torch.float64)
-    scheme, mask = Scheme.parse(text), Mask(PADDED)
-    wanted = attention.attend(in_numpy(q, PADDED, scheme, False), in_numpy(k, PADDED, scheme, True), v, lam, mask, gate)
-    model.apply_recipe(Recipe.of(qk=text))
-    torch.testing.assert_close(attention.attend(q, k, v, lam, mask, gate), wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped", "phi4flash", "motif3"])

@@ -16,10 +16,9 @@ from diffquant.attention.operands import round_values
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
-from diffquant.family.norm import pair_norm
 from diffquant.measure import shares_prefixes, takes_padding
 from diffquant.recipe.scheme import Scheme
-from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 
@@ -115,34 +114,6 @@ def test_values_are_rounded_as_loops_round_them(text, mask):
     valid = torch.ones(2, 13, dtype=torch.bool) if mask.keys is None else mask.keys
     wanted = values_in_numpy(v.numpy(), valid.numpy(), scheme)
     torch.testing.assert_close(round_values(v, mask, scheme), torch.from_numpy(wanted), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("p", ["4:row", "nvfp4:fullsum"])
-@pytest.mark.parametrize("name", [*SOURCES, *PHI4FLASH])
-def test_attention_of_the_whole_family_rounds_both_operands_of_p_v(tmp_path, name, p):
-    """Each map is rounded by itself; λ, the gate and the norm of a pair come after."""
-    model = load(write_checkpoint(tmp_path / "model", name)).double()
-    attention, spec = model.attentions[0], model.config.diff_spec
-    q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
-    k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
-    v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
-    lam = None if spec.maps == 1 else torch.full((2, spec.pairs, 13, 1), 0.4, dtype=torch.float64)
-    gate = None if spec.lam != "two-gates" else torch.full((2, spec.pairs, 13, 1), 0.7, dtype=torch.float64)
-    scheme, mask = Scheme.parse(p), Mask(PADDED)
-    visible = mask.dense(13, 13, v.device)
-    maps = []
-    for queries, keys in zip(attention.layout.query_maps(q), attention.layout.key_maps(k), strict=True):
-        logits = queries @ keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1).mT * attention.scale
-        maps.append(softmax_weights(logits, visible, scheme))
-    weights = maps[0] if gate is None else gate * maps[0]
-    if lam is not None:
-        weights = weights - lam * maps[1].repeat_interleave(spec.pairs // maps[1].shape[1], 1)
-    values = torch.from_numpy(values_in_numpy(v.numpy(), PADDED.numpy(), Scheme.parse("4:column")))
-    wanted = weights @ values.repeat_interleave(spec.pairs // spec.kv_pairs, 1)
-    wanted = pair_norm(wanted, attention.post())
-    model.apply_recipe(Recipe.of(p=p, pv="4:channel"))
-    got = attention.attend(q, k, v, lam, mask, gate)
-    torch.testing.assert_close(got, wanted.transpose(1, 2).flatten(2), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("text", ["4:row", "e4m3:row:pow2:fullsum", "4:g16", "nvfp4"])

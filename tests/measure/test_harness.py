@@ -1,4 +1,4 @@
-""""""
+"""Tasks of lm-eval: scored as lm-eval's own model scores them, and compared item by item in a sweep."""
 
 import importlib.util
 
@@ -74,12 +74,6 @@ def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused_as_hflm_refuses
         theirs.generate_until(asked, disable_tqdm=True)
     with pytest.raises(UsageError, match="max_gen_toks 40 leaves no tokens for a prompt: the model's context has 40"):
         ours.generate_until(asked)
-
-
-def test_a_changed_task_file_is_another_task(task_file):
-    before = harness(str(task_file)).identity()
-    task_file.write_text(task_file.read_text() + "num_fewshot: 1\n")
-    assert harness(str(task_file)).identity() != before
 
 
 def test_a_file_that_names_no_task_is_refused(tmp_path):

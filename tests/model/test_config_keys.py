@@ -97,11 +97,7 @@ WITHOUT_EFFECT = {"transformers_version": "0.1", "architectures": ["Other"], "na
 WITHOUT_EFFECT |= {"output_hidden_states": True, "output_attentions": True, "return_dict": False, "use_cache": False}
 WITHOUT_EFFECT |= {"dtype": "bfloat16", "torch_dtype": "bfloat16", "_commit_hash": "abc", "initializer_range": 0.5}
 WITHOUT_EFFECT |= {"chunk_size_feed_forward": 4, "is_encoder_decoder": True, "problem_type": "regression"}
-WITHOUT_EFFECT |= {
-    "id2label": {"0": "no", "1": "yes", "2": "perhaps"},
-    "label2id": {"no": 0, "yes": 1},
-    "num_labels": 3,
-}
+WITHOUT_EFFECT |= {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1}, "num_labels": 3}
 WITHOUT_EFFECT |= {"pad_token_id": 3, "bos_token_id": 4, "eos_token_id": [5, 6], "attention_dropout": 0.5}
 WITHOUT_EFFECT |= {"pretraining_tp": 2, "lambda_std_dev": 3.0}
 WITHOUT_EFFECT |= {"attn_implementation": "eager", "experts_implementation": "eager"}
