@@ -32,14 +32,8 @@ from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
 OF_PERPLEXITY = {"characters": 500, "window": 64, "stride": 32}
-OPTIONS = SweepOptions(
-    tasks=("hellaswag", "perplexity"),
-    bits=(16, 4),
-    targets=("logits", "weights"),
-    granularities=("row",),
-    task_options={"limit": 4} | OF_PERPLEXITY,
-    dtype="float32",
-)
+GRID = {"bits": (16, 4), "targets": ("logits", "weights"), "granularities": ("row",), "dtype": "float32"}
+OPTIONS = SweepOptions(tasks=("hellaswag", "perplexity"), task_options={"limit": 4} | OF_PERPLEXITY, **GRID)
 CELLS = 6
 
 

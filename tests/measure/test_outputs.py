@@ -23,9 +23,8 @@ from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
 MODELS = [Path("transformer"), Path("diff")]
-OPTIONS = SweepOptions(
-    tasks=("hellaswag", "perplexity"), bits=(8, 4, 3), targets=("logits",), granularities=("row", "tensor")
-)
+TASKS = ("hellaswag", "perplexity")
+OPTIONS = SweepOptions(TASKS, bits=(8, 4, 3), targets=("logits",), granularities=("row", "tensor"))
 
 
 def measured(point, task):

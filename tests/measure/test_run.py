@@ -30,16 +30,11 @@ from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
-OPTIONS = SweepOptions(
-    tasks=("hellaswag", "perplexity"),
-    bits=(16, 4),
-    targets=("logits", "weights"),
-    granularities=("row", "tensor"),
-    task_options={"limit": 6, "characters": 600, "window": 64, "stride": 32},
-    dtype="float32",
-)
+READING = {"characters": 600, "window": 64, "stride": 32}
+GRID = {"bits": (16, 4), "targets": ("logits", "weights"), "granularities": ("row", "tensor"), "dtype": "float32"}
+OPTIONS = SweepOptions(tasks=("hellaswag", "perplexity"), task_options={"limit": 6} | READING, **GRID)
 CELLS = 2 * 5
-PERPLEXITY = {"tasks": ("perplexity",), "task_options": {"characters": 600, "window": 64, "stride": 32}}
+PERPLEXITY = {"tasks": ("perplexity",), "task_options": READING}
 
 
 @pytest.fixture(scope="module")

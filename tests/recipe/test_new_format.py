@@ -32,13 +32,8 @@ from diffquant.recipe.scheme import Scheme
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
-OPTIONS = SweepOptions(
-    tasks=("perplexity",),
-    bits=(16,),
-    targets=("weights",),
-    task_options={"characters": 400, "window": 64, "stride": 32},
-    dtype="float32",
-)
+READING = {"characters": 400, "window": 64, "stride": 32}
+OPTIONS = SweepOptions(("perplexity",), bits=(16,), targets=("weights",), task_options=READING, dtype="float32")
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
