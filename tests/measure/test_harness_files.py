@@ -211,9 +211,9 @@ def test_data_that_nobody_here_can_see_is_said(place):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"quiz.yaml": reading("{data_files: {test: absent.json}}")}, "not there: absent.json"),
-        ({"quiz.yaml": PLAIN.replace("json\n", "./absent\n", 1)}, "not there: ./absent"),
-        ({"quiz.yaml": reading("{data_dir: absent}")}, "not there: .*absent"),
+        ({"quiz.yaml": reading("{data_files: {test: absent.json}}")}, "do not exist: absent.json"),
+        ({"quiz.yaml": PLAIN.replace("json\n", "./absent\n", 1)}, "do not exist: ./absent"),
+        ({"quiz.yaml": reading("{data_dir: absent}")}, "do not exist: .*absent"),
         ({"quiz.yaml": "include: absent.yaml\ntask: quiz\n"}, "cannot read .*absent.yaml as a task"),
         ({"quiz.yaml": "include: quiz.yaml\ntask: quiz\n"}, "includes itself"),
         ({"quiz.yaml": "- a\n"}, "it has no fields"),
