@@ -137,7 +137,9 @@ def test_verbs_measure_and_run_what_they_are_given(tmp_path, pocket):
 def test_generate_takes_a_checkpoint_or_a_loaded_model(pocket):
     model, tokenizer = diffquant.load(pocket), diffquant.load_tokenizer(pocket)
     text = diffquant.generate(pocket, "The city", max_new_tokens=5)
-    assert text == diffquant.generate(model, "The city", tokenizer=tokenizer, max_new_tokens=5) != ""
+    pieces = []
+    given = {"tokenizer": tokenizer, "max_new_tokens": 5, "on_text": pieces.append}
+    assert text == diffquant.generate(model, "The city", **given) == "".join(pieces) != ""
     with pytest.raises(UsageError, match="needs its tokenizer"):
         diffquant.generate(model, "The city")
 
