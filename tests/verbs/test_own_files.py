@@ -25,7 +25,7 @@ FOLDERS = {
         "convert": "convert LLAMA --to diff-v2",
         "export": "export MODEL",
         "search": "search MODEL --budget 6 --windows 1 --window 32 --characters 400 --bits 8,4 --granularity row",
-        "sweep": "sweep MODEL --task perplexity,nll --bits 4 --characters 400 --window 32 --stride 32",
+        "sweep": "sweep MODEL --task perplexity --bits 4 --characters 400 --window 32 --stride 32",
         "outliers": "outliers MODEL --tokens 128 --window 64",
         "bench": "bench attention",
         "fidelity": "fidelity MODEL MODEL --characters 400 --context 16",
