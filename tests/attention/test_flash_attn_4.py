@@ -40,34 +40,7 @@ class StandIn:
     def __init__(self):
         self.values = []
 
-    def flash_attn_func(
-        self,
-        q,
-        k,
-        v,
-        qv=None,
-        gather_kv_indices=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(None, None),
-        learnable_sink=None,
-        softcap=0.0,
-        num_splits=1,
-        pack_gqa=None,
-        deterministic=False,
-        score_mod=None,
-        score_mod_bwd=None,
-        mask_mod=None,
-        aux_tensors=None,
-        aux_scalars=None,
-        block_sparse_tensors=None,
-        block_sparse_tensors_bwd=None,
-        return_lse=False,
-        gather_bwd_recompute_p=False,
-        gather_bwd_token_chunk=None,
-    ):
-        rest = (qv, gather_kv_indices, learnable_sink, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
-        assert all(each is None for each in (*rest, block_sparse_tensors, block_sparse_tensors_bwd))
+    def flash_attn_func(self, q, k, v, softmax_scale, causal, window_size=(None, None)):
         assert causal
         self.values.append(tuple(v.shape))
         dtype = v.dtype
@@ -88,8 +61,9 @@ def stand_in(monkeypatch):
     return function
 
 
-def test_the_stand_in_has_the_packages_signature():
-    assert str(inspect.signature(StandIn().flash_attn_func)) == f"({RECORDED})"
+def test_the_stand_in_takes_what_the_packages_signature_has():
+    known = {each.partition("=")[0] for each in RECORDED.split(", ")}
+    assert set(inspect.signature(StandIn().flash_attn_func).parameters) <= known
     if not flash_attn_4._is_installed():
         return
     for place in find_spec("flash_attn.cute").submodule_search_locations:

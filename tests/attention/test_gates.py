@@ -17,7 +17,9 @@ from diffquant.kernels.arguments import call_refusal
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
+from tests.attention.test_grouped import one_at_a_time
 from tests.support.checkpoints import NATIVE, write_checkpoint
+from tests.support.decoding import check_pieces
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 
@@ -43,22 +45,6 @@ def random_call(noises=4, length=7, keys=11, seed=0, **changes):
         "mask": Mask(),
     }
     return given | changes
-
-
-def one_at_a_time(q, k, v, lam, signal_gate, scale, mask):
-    """g·A1·V - λ·A2·V for one query of one signal head at a time."""
-    batch, pairs, length, _ = q[0].shape
-    noises, kv_pairs, keys = q[1].shape[1], v.shape[1], v.shape[2]
-    out = torch.zeros(batch, pairs, length, v.shape[-1], dtype=torch.float64)
-    for b in range(batch):
-        for s in range(pairs):
-            noise, kv = s // (pairs // noises), s // (pairs // kv_pairs)
-            for t in range(length):
-                seen = slice(0, keys - length + t + 1)
-                a1 = (k[0][b, kv, seen] @ q[0][b, s, t] * scale).softmax(0)
-                a2 = (k[1][b, kv, seen] @ q[1][b, noise, t] * scale).softmax(0)
-                out[b, s, t] = (signal_gate[b, s, t] * a1 - lam[b, s, t] * a2) @ v[b, kv, seen]
-    return out
 
 
 @pytest.mark.parametrize("noises", [4, 2], ids=["own noise", "shared noise"])
@@ -128,7 +114,7 @@ def test_the_model_computes_the_formula_from_its_projections(tmp_path):
     # Gates are float32 sums, whose last digit depends on how many rows a product has: each gate's rows by themselves.
     rows = [attention.lambda_proj.weight[start::2].float() for start in (1, 0)]
     gates = [torch.sigmoid(linear(x.float(), weight)).double().transpose(1, 2)[..., None] for weight in rows]
-    pairs = one_at_a_time([q[:, :4], q[:, 4:]], [k, k], v, *gates, 16**-0.5, None)
+    pairs = one_at_a_time([q[:, :4], q[:, 4:]], [k, k], v, gates[0], 16**-0.5, None, gates[1])
     gated = pairs.transpose(1, 2).flatten(2) * torch.sigmoid(linear(x, attention.output_gate_proj.weight))
     wanted = linear(gated, attention.o_proj.weight)
     torch.testing.assert_close(attention(x, rotary, Mask(), None), wanted, rtol=0, atol=1e-12)
@@ -153,15 +139,8 @@ def test_a_signal_gate_that_is_open_gives_v2(tmp_path):
 
 def test_decoding_with_a_cache_gives_what_prefill_does(tmp_path):
     model = load(write_checkpoint(tmp_path / "gated", "gated", torch.float64), dtype=torch.float64)
-    ids = random_ids(2, 12)
-    whole = model(ids).logits
-    out = model(ids[:, :5], use_cache=True)
-    rows = [out.logits]
-    for t in range(5, 12):
-        out = model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
-        rows.append(out.logits)
     # Gates are computed in float32, whatever the model's type.
-    torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=0, atol=2e-5)
+    check_pieces(model, random_ids(2, 12), [5] + [1] * 7, 2e-5)
 
 
 def test_a_fused_cache_that_a_caller_brings_loses_no_gate(tmp_path, monkeypatch):

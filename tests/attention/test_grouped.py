@@ -37,8 +37,8 @@ def random_call(shape, length=13, keys=21, shares_keys=False, **changes):
     return given | changes
 
 
-def one_at_a_time(q, k, v, lam, scale, mask):
-    """A1·V - λ·A2·V for one query of one signal head at a time; group g's noise head is g, both read its KV pair."""
+def one_at_a_time(q, k, v, lam, scale, mask, signal_gate=None):
+    """γ·A1·V - λ·A2·V for one query of one signal head at a time; group g's noise head is g, both read its KV pair."""
     batch, pairs, length, _ = q[0].shape
     noises, kv_pairs, keys = q[1].shape[1], v.shape[1], v.shape[2]
     out = torch.zeros(batch, pairs, length, v.shape[-1], dtype=torch.float64)
@@ -50,7 +50,8 @@ def one_at_a_time(q, k, v, lam, scale, mask):
                 seen = slice(0, keys - length + t + 1)
                 a1 = (k[0][b, kv, seen] @ q[0][b, s, t] * scale).softmax(0)
                 a2 = (k[1][b, kv, seen] @ q[1][b, g, t] * scale).softmax(0)
-                out[b, s, t] = a1 @ v[b, kv, seen] - lam[b, s, t] * (a2 @ v[b, kv, seen])
+                gate = 1 if signal_gate is None else signal_gate[b, s, t]
+                out[b, s, t] = (gate * a1 - lam[b, s, t] * a2) @ v[b, kv, seen]
     return out
 
 

@@ -4,6 +4,7 @@ import json
 import lzma
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,37 +38,14 @@ def test_the_table_is_what_an_h100_measured():
     assert measured == composed.FUSED_AGAINST_CUDNN
 
 
-class Prompt:
+def prompt_of(generation, width, length, mask=None):
     """A call as an H100 would be given it, without its tensors."""
-
-    maps, signals_per_noise, has_quantized_maps = 2, 1, False
-
-    def __init__(self, generation, width, length, mask=None):
-        self.shares_keys, self.query_count, self.key_count, self.mask = (
-            generation == "v2",
-            length,
-            length,
-            mask or Mask(),
-        )
-        self.q = self.k = [torch.empty(1, 2, length, width, device="meta", dtype=torch.float16)] * 2
-        self.v = Values(1, 2, length, width * (1 if self.shares_keys else 2), dtype=torch.float16)
-        self.qk = Scheme16()
-
-
-class Scheme16:
-    quantizes = False
-
-
-class Values:
-    """Values on the first CUDA device."""
-
-    is_cuda, device = True, torch.device("cuda", 0)
-
-    def __init__(self, *shape, dtype):
-        self.shape, self.dtype = torch.Size(shape), dtype
-
-    def element_size(self):
-        return 2
+    is_v2, on_gpu = generation == "v2", {"is_cuda": True, "device": torch.device("cuda", 0), "dtype": torch.float16}
+    shape = torch.Size((1, 2, length, width * (1 if is_v2 else 2)))
+    maps = [torch.empty(1, 2, length, width, device="meta", dtype=torch.float16)] * 2
+    call = {"maps": 2, "signals_per_noise": 1, "has_quantized_maps": False, "shares_keys": is_v2, "q": maps, "k": maps}
+    call |= {"v": SimpleNamespace(shape=shape, element_size=lambda: 2, **on_gpu), "query_count": length, "key_count": length}
+    return SimpleNamespace(**call, mask=mask or Mask(), qk=SimpleNamespace(quantizes=False))
 
 
 @pytest.fixture
@@ -102,11 +80,11 @@ def h100(monkeypatch):
     ],
 )
 def test_auto_takes_what_was_measured_to_be_faster(generation, width, length, chosen, h100):
-    assert backend_for(Prompt(generation, width, length)).name == chosen
+    assert backend_for(prompt_of(generation, width, length)).name == chosen
 
 
 def test_another_device_little_memory_and_padding_take_the_fused_kernel(h100):
-    prompt = Prompt("v2", 128, 8192)
+    prompt = prompt_of("v2", 128, 8192)
     # Output of 4 MB, of which it takes four times as much.
     h100(40 << 20)
     assert backend_for(prompt).name == "flashdiff1-cudnn"
@@ -116,7 +94,7 @@ def test_another_device_little_memory_and_padding_take_the_fused_kernel(h100):
     assert backend_for(prompt).name == "triton"
     h100(80 << 30)
     for mask in (Mask(torch.ones(1, 8192, dtype=torch.bool)), Mask(window=100)):
-        assert backend_for(Prompt("v2", 128, 8192, mask)).name == "triton"
+        assert backend_for(prompt_of("v2", 128, 8192, mask)).name == "triton"
 
 
 def test_no_kernel_that_no_gpu_has_run_is_chosen_automatically():

@@ -13,13 +13,15 @@ from diffquant.attention.operands import round_operands
 from diffquant.attention.registry import Backend
 from diffquant.errors import NotQuantizedError, UsageError
 from diffquant.family.mask import Mask
-from diffquant.measure import can_share_prefixes
 from diffquant.recipe.scheme import FULL, Scheme
-from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
+from tests.support.checkpoints import write_checkpoint
+from tests.support.decoding import check_pieces
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 
 SCHEMES = ["8:tensor", "4:head", "3:row", "4:b4", "4:tensor:smooth", "3:head:smooth", "4:row:smooth", "3:b5:smooth"]
+PADDABLE = [{"qk": text} for text in ("4:tensor", "4:head:smooth", "4:row:smooth", "4:row:rotated")]
+PADDABLE += [{"p": "4:row"}, {"pv": "4:channel"}, {"pv": "4:head"}]
 # Two sequences of 13 keys, one with padding on the left, one with a hole on the right.
 PADDED = torch.ones(2, 13, dtype=torch.bool)
 PADDED[0, :4] = PADDED[1, -3:] = False
@@ -62,59 +64,20 @@ def test_operands_are_rounded_as_loops_round_them(text, mask, length):
     torch.testing.assert_close(keys, in_numpy(k, valid, scheme, True), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("text", ["4:tensor", "3:b4:smooth"])
-@pytest.mark.parametrize("name", [*SOURCES, *PHI4FLASH])
-def test_attention_of_the_whole_family_reads_rounded_operands(tmp_path, name, text):
-    model = load(write_checkpoint(tmp_path / "model", name)).double()
-    attention, spec = model.attention_modules[0], model.config.diff_spec
-    q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
-    k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
-    v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
-    lam = None if spec.maps == 1 else torch.full((2, spec.pairs, 13, 1), 0.4, dtype=torch.float64)
-    gate = None if spec.lam != "two-gates" else torch.full((2, spec.pairs, 13, 1), 0.7, dtype=torch.float64)
-    scheme, mask = Scheme.parse(text), Mask(PADDED)
-    wanted = attention.attend(in_numpy(q, PADDED, scheme, False), in_numpy(k, PADDED, scheme, True), v, lam, mask, gate)
-    model.apply_recipe(Recipe.of(qk=text))
-    torch.testing.assert_close(attention.attend(q, k, v, lam, mask, gate), wanted, rtol=0, atol=1e-10)
-
-
-@in_one_test("name", ["llama", "diffllama", "unilm-v2", "motif-grouped"])
-def test_keys_without_their_mean_give_the_same_attention(tmp_path, name):
-    model = load(write_checkpoint(tmp_path / "model", name)).double()
-    attention, spec = model.attention_modules[0], model.config.diff_spec
-    q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
-    k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
-    v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
-    lam = None if spec.maps == 1 else torch.full((2, spec.pairs, 13, 1), 0.4, dtype=torch.float64)
-    smoothed = k - k.mean(2, keepdim=True)
-    exact = attention.attend(q, k, v, lam, Mask())
-    torch.testing.assert_close(attention.attend(q, smoothed, v, lam, Mask()), exact, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped", "phi4flash", "motif3"])
-@pytest.mark.parametrize("text", ["4:tensor", "4:head:smooth", "4:row:smooth"])
-def test_padding_and_batching_never_count(tmp_path, name, text):
+@pytest.mark.parametrize("recipe", PADDABLE, ids=str)
+def test_padding_and_batching_never_count(tmp_path, name, recipe):
     model, ids = load(write_checkpoint(tmp_path / "model", name)), random_ids(batch=2, length=13)
-    model.apply_recipe(Recipe.of(qk=text))
+    model.apply_recipe(Recipe.of(**recipe))
     alone = model(ids[:1, 4:]).logits
     together = model(ids, attention_mask=torch.tensor([[0] * 4 + [1] * 9, [1] * 13])).logits
     torch.testing.assert_close(together[:1, 4:], alone, rtol=0, atol=2e-4)
 
 
-def test_rows_read_token_by_token_are_those_of_a_whole_text(tmp_path):
-    model, ids = load(write_checkpoint(tmp_path / "model", "unilm-v2")), random_ids(batch=1, length=9)
-    model.apply_recipe(Recipe.of(qk="4:row"))
-    cache = model.new_cache()
-    steps = [model(token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, 1)]
-    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=0, atol=1e-4)
-
-
-@in_one_test(
-    ("text", "shares"),
-    [("4:row", True), ("4:row:smooth", False), ("4:b64", False), ("4:head", False), ("4:tensor", False)],
-)
-def test_a_prefix_is_shared_where_no_scale_and_no_mean_spans_tokens(text, shares):
-    assert can_share_prefixes(Recipe.of(qk=text)) == shares
+@in_one_test("recipe", [{"qk": "4:row"}, {"p": "4:g4", "pv": "4:row"}])
+def test_rows_read_token_by_token_are_those_of_a_whole_text(tmp_path, recipe):
+    model = load(write_checkpoint(tmp_path / "model", "unilm-v2"), Recipe.of(**recipe))
+    check_pieces(model, random_ids(batch=1, length=9), [1] * 9, 1e-4)
 
 
 def test_every_layer_has_to_round_its_operands(tmp_path):
@@ -158,17 +121,11 @@ def test_half_types_are_rounded_in_float32_and_come_back(tmp_path):
     ("recipe", "said"),
     [
         ({"qk": "4:pair"}, "qk cannot be quantized per pair; use tensor, head, row, group, block"),
-        ({"qk": "4:row:shift"}, "shift is for logits"),
-        ({"logits": "4:row:rotated"}, "rotated is for k and v"),
-        ({"p": "4:row:smooth"}, "smooth is for qk"),
         ({"pv": "4:row:smoothq"}, "smoothq is for qk"),
         ({"p": "8:tensor"}, "p cannot be quantized per tensor; use row, group"),
         ({"pv": "4:c16"}, "pv has groups of 16 tokens of a channel; write g16"),
         ({"qk": "4:row:fullsum"}, "fullsum is for p"),
         ({"pv": "e4m3:row:pow2"}, "pow2 is for p"),
-        ({"p": "4:g16:pow2"}, "p: pow2 and group cannot be combined in 4:g16:pow2; leave out one"),
-        ({"p": "4:row:shift"}, "shift is for logits"),
-        ({"logits": "4:row:smooth"}, "smooth is for qk"),
         ({"overrides": {"*.layers.0.*.k": "4:row:smooth"}}, "smooth is for qk"),
     ],
 )

@@ -1,17 +1,14 @@
 """outliers, calibrate and search as a user meets them: output, files, exit codes, one clear line."""
 
-import inspect
 import json
-import re
 import shutil
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from diffquant.calib.calibration.calibrate import calibrate
-from diffquant.calib.search.search import Search
 from tests.support import tiny_lm
+from tests.support.checkpoints import edit_json
 from tests.support.tables import in_one_test
 
 SHORT_READING = ("outliers", "--tokens", 128, "--window", 64)
@@ -40,22 +37,15 @@ def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, 
     assert (code, out.splitlines()[0].split()[:4]) == (0, ["model", "activation", "top", "1"])
 
 
-def test_a_model_without_a_tokenizer_is_told_before_another_is_measured(run, models, tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_read_is_told_before_another_is_measured(run, models, tmp_path, monkeypatch):
     monkeypatch.setattr("diffquant.calib.outliers.load", lambda *_, **__: pytest.fail("it was loaded"))
     bare = shutil.copytree(models[1], tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     code, _, err = run(*SHORT_READING, models[0], bare)
-    assert code == 1
-    assert "bare: tokenizer.json is missing" in err
-
-
-def test_windows_beyond_a_models_context_are_told_before_another_is_measured(run, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffquant.calib.outliers.load", lambda *_, **__: pytest.fail("it was loaded"))
+    assert (code, "bare: tokenizer.json is missing" in err) == (1, True), err
     short = shutil.copytree(models[0], tmp_path / "short")
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
-    code, _, err = run("outliers", models[1], short, "--tokens", 128, "--window", 64)
-    assert code == 2
-    assert "window 64 must be between 2 and the model's context, 32 tokens" in err
+    edit_json(short / "config.json", max_position_embeddings=32)
+    code, _, err = run(*SHORT_READING, models[1], short)
+    assert (code, "window 64 must be between 2 and the model's context, 32 tokens" in err) == (2, True), err
 
 
 def test_models_whose_folders_are_called_alike_are_told_apart(run, models, tmp_path):
@@ -88,6 +78,8 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     for bare in (("eval", models[1], "--limit", 2), ("sweep", models[1], "-o", tmp_path / "bare")):
         code, _, err = run(*bare, "--scales", file)
         assert (code, "no static scheme uses the ranges" in err) == (2, True), err
+    code, _, err = run("eval", models[0], "--kv", "8:static", "--scales", file)
+    assert (code, "calibrated on another model" in err) == (1, True), err
     assert run("calibrate", models[1], "-o", file)[::2] == (
         1,
         f"error: {file} exists; choose another output or pass --overwrite\n",
@@ -109,6 +101,9 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
         (("calibrate", "MODEL", "-o", "OUT", "--target", "k,hidden"), 2, "no scheme quantizes hidden states"),
         (("calibrate", "MODEL", "-o", "NO/WHERE"), 2, "does not exist"),
         (("calibrate", "MODEL", "-o", "OUT", "--device", "nowhere"), 2, "unknown device"),
+        (("calibrate", "MODEL", "-o", "FOLDER", "--overwrite"), 2, "is a folder; name a file"),
+        (("calibrate", "MODEL", "-o", "/proc/scales.safetensors"), 2, "cannot write into /proc"),
+        (("outliers", "MODEL", "-o", "SHORT"), 2, "cannot write into"),
         (("search", "MODEL", "-o", "OUT", "--budget", "3", "--granularity", "g16"), 2, "below the narrowest width"),
         (("search", "MODEL", "-o", "OUT", "--budget", "few", "--granularity", "g16"), 2, "cannot read budget"),
         (("search", "MODEL", "-o", "OUT", "--budget", "4.5", "--bits", "4"), 2, "two or more widths"),
@@ -119,16 +114,15 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
 def test_what_is_wrong_is_said_in_one_line(run, models, tmp_path, arguments, code, message):
     (tmp_path / "EMPTY").write_text(" \n")
     (tmp_path / "SHORT").write_text("One short line of words.")
-    places = {
-        "MODEL": models[1],
-        **{name: tmp_path / name for name in ("EMPTY", "SHORT", "OUT", "NO/WHERE", "NOWHERE")},
-    }
+    (tmp_path / "FOLDER").mkdir()
+    names = ("EMPTY", "SHORT", "FOLDER", "OUT", "NO/WHERE", "NOWHERE")
+    places = {"MODEL": models[1], **{name: tmp_path / name for name in names}}
     got, out, err = run(*(places.get(argument, argument) for argument in arguments))
     assert (got, out) == (code, ""), err
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
-    assert not (tmp_path / "OUT").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["EMPTY", "FOLDER", "SHORT"]
 
 
 def test_a_layer_without_noise_has_no_number_in_json(run, models, tmp_path):
@@ -144,47 +138,9 @@ def test_a_layer_without_noise_has_no_number_in_json(run, models, tmp_path):
     assert second > 0
 
 
-def test_scales_of_another_model_are_refused(run, models, tmp_path):
-    file = tmp_path / "scales.safetensors"
-    assert run("calibrate", models[0], "-o", file, "--tokens", 256, "--window", 64, "--target", "k,v")[0] == 0
-    code, _, err = run("eval", models[1], "--kv", "8:static", "--scales", file)
-    assert code == 1
-    assert "calibrated on another model" in err
-
-
 def test_a_dry_run_says_how_long_and_measures_nothing(run, models, tmp_path):
     arguments = ("search", models[1], "-o", tmp_path / "s", "--budget", "5.5", "--granularity", "g16", "--windows", 2)
     code, out, err = run(*arguments, "--window", 48, "--dry-run")
     assert code == 0, err
     assert "42 of 42 measurements to do, about" in out
     assert not (tmp_path / "s").exists()
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, models, tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("")
-    for arguments, message in [
-        (("calibrate", models[1], "-o", tmp_path / "folder", "--overwrite"), "is a folder; name a file"),
-        (("calibrate", models[1], "-o", "/proc/scales.safetensors"), "cannot write into /proc"),
-        (("outliers", models[1], "-o", tmp_path / "file"), "cannot write into"),
-    ]:
-        code, out, err = run(*arguments)
-        assert (code, out) == (2, "")
-        assert message in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
-
-
-@in_one_test(
-    ("verb", "options", "names"),
-    [
-        ("search", Search, {"windows": "windows", "window": "window", "characters": "check_characters"}),
-        ("calibrate", calibrate, {"tokens": "tokens", "window": "window"}),
-    ],
-)
-def test_options_in_python_are_by_default_what_the_help_says(run, verb, options, names):
-    code, out, _ = run(verb, "--help")
-    assert code == 0
-    said = {name: re.search(rf"--{name} NUMBER.*?\[default: (\d+)", out, re.DOTALL)[1] for name in names}
-    assert said == {
-        name: str(inspect.signature(options).parameters[attribute].default) for name, attribute in names.items()
-    }

@@ -7,16 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.attention.backends.blocks import attend_by_blocks
-from diffquant.attention.naive import naive
 from diffquant.calib.calibration.calibrate import calibrate, measure_range_quality
 from diffquant.calib.calibration.observe import flatten_tokens, iterate_projections, observe_ranges
 from diffquant.calib.calibration.observers import MagnitudeHistogram, Observer, key_ranges
 from diffquant.checkpoints.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.family.call import AttentionCall
-from diffquant.family.mask import Mask
 from diffquant.model.cache import PackedStates
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
@@ -127,26 +123,6 @@ def test_a_static_cache_reads_back_what_the_formula_says():
     torch.testing.assert_close(cache.read(), expected[:, :, :6])
 
 
-@in_one_test("maps", [1, 2])
-def test_static_logits_are_the_same_by_blocks_and_whole(maps):
-    q = [heavy_tails(2, 4, 9, 8, seed=i) for i in range(maps)]
-    k = [heavy_tails(2, 2, 9, 8, seed=i + 5) for i in range(maps)]
-    v, lam = heavy_tails(2, 2, 9, 8, seed=9), torch.tensor(0.4) if maps == 2 else None
-    ranges = torch.arange(1.0, 4 * maps + 1)
-    scheme = Scheme.parse("4:static")
-    call = AttentionCall(q, k, v, lam, scale=8**-0.5, mask=Mask(), logits=scheme, ranges=ranges)
-    whole = naive(call)
-    in_blocks = attend_by_blocks(call)
-    torch.testing.assert_close(in_blocks, whole)
-    wide = [x.double() * 8**-0.5 @ y.double().repeat_interleave(2, 1).mT for x, y in zip(q, k, strict=True)]
-    steps = [part.view(1, -1, 1, 1).double() / 7 for part in ranges.chunk(maps)]
-    rounded = [(x / s).round().clamp(-7, 7) * s for x, s in zip(wide, steps, strict=True)]
-    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
-    weights = [x.masked_fill(hidden, -torch.inf).softmax(-1) for x in rounded]
-    mixed = weights[0] if lam is None else weights[0] - 0.4 * weights[1]
-    torch.testing.assert_close(whole.double(), mixed @ v.double().repeat_interleave(2, 1), rtol=1e-4, atol=1e-5)
-
-
 def test_calibrated_ranges_serve_a_model_of_their_recipe():
     model = ours(random_diffllama(num_key_value_heads=4))
     ids = random_ids(4, 31)
@@ -191,15 +167,6 @@ def test_the_fit_of_logits_counts_those_that_a_query_sees():
     beyond = np.abs(logits) > tensors["layers.0.logits"].double().numpy()[:, None, None]
     assert fit.clipped == pytest.approx(beyond[seen].mean(), abs=1e-4)
     assert 0.05 < fit.clipped < 0.2
-
-
-def test_ranges_of_another_width_or_target_are_refused():
-    ranges = Ranges("", {}, 8, {"layers.0.k": torch.ones(1, 4)})
-    ranges.check_recipe(Recipe.of(k="8:static"))
-    with pytest.raises(UsageError, match="clipped for 8 bits"):
-        ranges.check_recipe(Recipe.of(k="4:static"))
-    with pytest.raises(UsageError, match="do not include v"):
-        ranges.check_recipe(Recipe.of(v="8:static"))
 
 
 def test_a_file_of_ranges_gives_them_back_and_any_flipped_bit_is_refused(tmp_path):

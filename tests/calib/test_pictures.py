@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.colors import to_rgba
 
-from diffquant.calib.search.outputs import draw_pareto, heat_figure, search_table
+from diffquant.calib.search.outputs import draw_pareto, heat_figure
 from diffquant.calib.search.result import Candidate, Measurement, SearchResult
 from diffquant.recipe import Recipe
 from diffquant.reports.plots import new_figure
@@ -37,11 +37,6 @@ def search(costs=COSTS, budget="5 bits"):
         )
     ]
     return SearchResult("a model", budget, 19.0, candidates, measurements, Recipe(), {})
-
-
-def test_sizes_stand_below_each_other_at_the_right_of_their_column():
-    head, _, _, *lines = search_table(search()).splitlines()[:6]
-    assert {line.index(" MB") + 3 for line in lines} == {head.index("checkpoint") + len("checkpoint")}
 
 
 def test_a_heat_map_shows_what_the_narrowest_width_alone_costs_and_the_width_given():

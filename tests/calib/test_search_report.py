@@ -33,21 +33,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_searches_of_other_targets_have_a_chart_of_their_own(folder):
+def test_searches_of_other_targets_or_models_have_a_chart_of_their_own(folder):
     assert [[result.budget for result in group] for group in group_searches(read_searches(folder))] == [
         ["4.5 bits"],
         ["4.5 bits", "5.5 bits"],
     ]
-
-
-def test_every_candidate_is_a_point_that_tells_its_size_and_kl(folder):
-    cache, weights = group_searches(read_searches(folder))
-    for group, unit in ((cache, "bits"), (weights, "MB")):
-        tips = []
-        draw_pareto(group, new_figure(4, 4).subplots(), tips)
-        # Uniform widths that two budgets were compared with are one point.
-        assert len(tips) == len({(c.name, c.name[0] == "u" or r.budget) for r in group for c in r.candidates})
-        assert all(f" {unit}, KL " in text for text in tips)
+    earlier = read_search(folder / "search-4.5-bits.json")
+    # Of another model in a folder that is called alike.
+    namesake = replace(earlier, settings=earlier.settings | {"model": "0" * 64})
+    assert group_searches([earlier, namesake]) == [[earlier], [namesake]]
 
 
 def test_a_width_that_changes_nothing_is_drawn_and_not_interpolated(folder):
@@ -74,17 +68,6 @@ def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(f
     text = render_page(report)
     assert text.count("<svg") == 2 + 3
     assert 'href="./search-4.5-bits.json"' in text
-
-
-def test_settings_that_searches_do_not_share_name_their_budgets():
-    shared = {"model": "m", "seed": None, "versions": {"torch": "2", "scipy": None}}
-    texts = {"4.5 bits": "their.txt", "5.5 bits": "ours.txt"}
-    searches = [SimpleNamespace(budget=budget, settings=shared | {"text": text}) for budget, text in texts.items()]
-    assert _settings_facts(searches) == {
-        "model": "m",
-        "versions torch": "2",
-        "text": "their.txt (budget 4.5 bits); ours.txt (budget 5.5 bits)",
-    }
 
 
 def test_a_search_replaces_pages_of_earlier_searches_alone(folder, tmp_path):
@@ -117,7 +100,9 @@ def test_a_search_of_another_model_or_of_other_targets_does_not_replace_a_recipe
             check_same_search("4.5 bits", source, targets, folder)
 
 
-def test_searches_of_two_models_whose_folders_are_called_alike_have_a_chart_each(folder):
-    earlier = read_search(folder / "search-4.5-bits.json")
-    namesake = replace(earlier, settings=earlier.settings | {"model": "0" * 64})
-    assert group_searches([earlier, namesake]) == [[earlier], [namesake]]
+def test_settings_that_searches_do_not_share_name_their_budgets():
+    shared = {"model": "m", "seed": None, "versions": {"torch": "2", "scipy": None}}
+    texts = {"4.5 bits": "their.txt", "5.5 bits": "ours.txt"}
+    searches = [SimpleNamespace(budget=budget, settings=shared | {"text": text}) for budget, text in texts.items()]
+    named = "their.txt (budget 4.5 bits); ours.txt (budget 5.5 bits)"
+    assert _settings_facts(searches) == {"model": "m", "versions torch": "2", "text": named}

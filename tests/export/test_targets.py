@@ -20,7 +20,7 @@ from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.torch_model import TorchModel
 from diffquant.model.adapters import adapter_for
 from diffquant.onnx import targets
-from diffquant.onnx.targets import ExportFormat, register, runtime_of, runtime_of
+from diffquant.onnx.targets import runtime_of
 from diffquant.quantization.loading import load
 from tests.support import tiny_lm
 

@@ -23,19 +23,18 @@ from diffquant.onnx.runtime.interface import load_graph
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.onnx.verification import passages, rounding
 from diffquant.onnx.verification.caches import WHOLE, read_cache_scales
-from diffquant.onnx.verification.errors import StageErrors, StageNoise, relative_rms, compute_stage_errors
-from diffquant.onnx.verification.passages import iterate_far_calls, run_far_tokens
+from diffquant.onnx.verification.errors import StageErrors, StageNoise, compute_stage_errors, relative_rms
+from diffquant.onnx.verification.passages import run_far_tokens
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import Measure, measure_stages, worst_measure
 from diffquant.onnx.verification.rounding import (
     NoiseSource,
     find_runtime_rounding,
     leave_unrounded,
-    make_cached_rounding,
     round_by_block,
     round_by_row,
 )
-from diffquant.onnx.verification.routes import PREFILL, prefill, routes, run_last_positions
+from diffquant.onnx.verification.routes import PREFILL, prefill, run_last_positions
 from diffquant.onnx.verification.tokens import compare_tokens, has_lower_agreement
 from diffquant.onnx.verifier import rope_error_ratio
 from tests.support.checkpoints import write_checkpoint

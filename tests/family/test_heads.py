@@ -1,4 +1,4 @@
-"""Which rows are which head, against head numbers written out by hand and attention one query at a time."""
+"""Which rows are which head, against head numbers written out by hand."""
 
 from dataclasses import replace
 from itertools import product
@@ -83,53 +83,16 @@ def test_interleaved_channels_become_halves():
     assert interleaved.permutation_to(PLAIN, "v_proj") is None
 
 
-def attention(layout, q, k, v, lam):
-    """softmax(q1·k1)·v - λ·softmax(q2·k2)·v in float64, a signal head and a query at a time, heads found by index."""
-    length, out = q.shape[0], torch.zeros(q.shape[0], layout.pairs, layout.value_dim, dtype=torch.float64)
-    group = layout.signals_per_noise + 1
-    kv_of_noise = layout.noise_heads // layout.kv_pairs
-    for s in range(layout.pairs):
-        noise = s // layout.signals_per_noise
-        kv = noise // kv_of_noise
-        head = {1: noise * group + s % layout.signals_per_noise, 2: noise * group + group - 1}
-        for t in range(length):
-            maps = []
-            for number in (1, 2):
-                query = q[t].view(-1, layout.head_dim)[head[number]]
-                key = k[: t + 1].view(t + 1, -1, layout.head_dim)[:, 2 * kv + number - 1]
-                maps.append((key @ query * layout.head_dim**-0.5).softmax(0))
-            out[t, s] = (maps[0] - lam * maps[1]) @ v[: t + 1].view(t + 1, -1, layout.value_dim)[:, kv]
-    return out
-
-
 @in_one_test("kv_pairs", [1, 2])
-def test_grouped_attention_is_that_of_pairs_with_its_noise_heads_repeated(kv_pairs):
+def test_grouped_queries_become_pairs_with_their_noise_heads_repeated(kv_pairs):
     grouped = replace(GROUPED, kv_pairs=kv_pairs)
     pairs = replace(grouped, signals_per_noise=1)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(7, grouped.row_count(projection), generator=generator, dtype=torch.float64)
-        for projection in PROJECTIONS
-    )
-    expanded = q[:, grouped.permutation_to(pairs, "q_proj")]
-    assert expanded.shape[1] == pairs.row_count("q_proj") == 16 * 4
+    q = torch.randn(1, 7, grouped.row_count("q_proj"), generator=torch.Generator().manual_seed(0))
+    signal, noise = grouped.split_query_maps(grouped.view_queries(q))
+    expanded = q[..., grouped.permutation_to(pairs, "q_proj")]
+    wanted = signal, noise.repeat_interleave(4, 1)
+    assert all(map(torch.equal, pairs.split_query_maps(pairs.view_queries(expanded)), wanted))
     assert grouped.permutation_to(pairs, "k_proj") is None
-    wanted = attention(grouped, q, k, v, 0.37)
-    torch.testing.assert_close(attention(pairs, expanded, k, v, 0.37), wanted, rtol=0, atol=1e-14)
-    # And by the views, one noise map for four signal maps.
-    (signal, noise), (k1, k2) = (
-        grouped.split_query_maps(grouped.view_queries(q[None])),
-        grouped.split_key_maps(grouped.view_keys(k[None])),
-    )
-    weights = [
-        (queries @ keys.repeat_interleave(queries.shape[1] // kv_pairs, 1).mT * 0.5)
-        .masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
-        .softmax(-1)
-        for queries, keys in ((signal, k1), (noise, k2))
-    ]
-    values = grouped.view_values(v[None]).repeat_interleave(8 // kv_pairs, 1)
-    out = (weights[0] - 0.37 * weights[1].repeat_interleave(grouped.signals_per_noise, 1)) @ values
-    torch.testing.assert_close(out[0].transpose(0, 1), wanted, rtol=0, atol=1e-14)
 
 
 def test_layouts_of_other_heads_are_no_orders_of_each_other():

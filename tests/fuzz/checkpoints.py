@@ -39,15 +39,8 @@ ODD: list[Any] = [
     None, [], {}, "x", "", -1, 0, 1, 2, 3, 7, 1e-320, 1e308, 0.5, 10**30, 10**9, True, False, [1], ["x"], {"a": 1},
     float("nan"), float("inf"), "1", "\0", "٤", [[]], -0.0, 2**31, 2**63,
 ]  # fmt: skip
-_STATUS = {
-    0: "works",
-    3: "refused",
-    4: "foreign",
-    5: "unreadable copy",
-    6: "not finite",
-    7: "leftover",
-    8: "input changed",
-}
+_STATUS = {0: "works", 3: "refused", 4: "foreign", 5: "unreadable copy", 6: "not finite", 7: "leftover"}
+_STATUS[8] = "input changed"
 
 _STRETCHED: tuple[dict[str, Any], ...] = (
     {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
@@ -163,15 +156,8 @@ def make_sound(folder: Path) -> list[Path]:
     """Sound checkpoints that the others are made of."""
     llama = tiny_lm.write_llama(folder / "llama")
     quantize(llama, folder / "packed", Recipe.of(weights="4:g16", kv=8))
-    return [
-        llama,
-        folder / "packed",
-        write_checkpoint(folder / "diffllama", "diffllama"),
-        write_checkpoint(folder / "unilm-v1", "unilm-v1"),
-        write_checkpoint(folder / "unilm-v2", "unilm-v2"),
-        write_checkpoint(folder / "motif-grouped", "motif-grouped"),
-        *(_write_stretched(folder / rope["rope_type"], rope) for rope in _STRETCHED),
-    ]
+    others = [write_checkpoint(folder / kind, kind) for kind in ("diffllama", "unilm-v1", "unilm-v2", "motif-grouped")]
+    return [llama, folder / "packed", *others, *(_write_stretched(folder / r["rope_type"], r) for r in _STRETCHED)]
 
 
 def _write_stretched(folder: Path, rope: dict[str, Any]) -> Path:

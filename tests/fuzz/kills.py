@@ -65,14 +65,9 @@ def _quantize(weights: str, overwrite: bool) -> Callable[[Path, Path], object]:
 
 
 def _sweep(inputs: Path, output: Path) -> None:
-    options = SweepOptions(
-        tasks=("perplexity",),
-        bits=(16, 4),
-        targets=("logits", "weights"),
-        granularities=("row",),
-        task_options={"characters": 300, "window": 64, "stride": 64},
-        dtype="float32",
-    )
+    reading = {"characters": 300, "window": 64, "stride": 64}
+    grid = {"bits": (16, 4), "targets": ("logits", "weights"), "granularities": ("row",), "dtype": "float32"}
+    options = SweepOptions(tasks=("perplexity",), task_options=reading, **grid)
     write_outputs(run_sweep([inputs], options, output), output)
 
 

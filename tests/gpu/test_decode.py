@@ -74,11 +74,7 @@ def quantize_as_stored(x, scheme, residual):
 
 @pytest.mark.parametrize(
     ("chunks", "dtype"),
-    [
-        ((300, 1, 1, 1), torch.float16),
-        ((1, 63, 1, 100, 7), torch.bfloat16),
-        ((129, 16, 500), torch.bfloat16),
-    ],
+    [((300, 1, 1, 1), torch.float16), ((1, 63, 1, 100, 7), torch.bfloat16), ((129, 16, 500), torch.bfloat16)],
     ids=str,
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)

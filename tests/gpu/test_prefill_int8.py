@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from diffquant.family.call import AttentionCall
-from diffquant.family.mask import Mask
-from diffquant.family.norm import PairNorm
 from diffquant.kernels import arguments
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import prefill_int8_refusal
-from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
+from tests.gpu.seen import SEEN
+from tests.support.kernel_inputs import CAUSAL, expected, on_call, random_call, relative_error
 
 DEVICE = "cuda"
 prefill_int8 = on_call(module.prefill_int8)
@@ -18,9 +17,6 @@ LIMITS = {"fp16": 2e-2, "fp8": 8e-2}
 # Every kernel is compiled anew for each, at a second or more.
 WIDTHS = [(128, torch.float16), (64, torch.bfloat16)]
 LONG = 65_536
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +29,6 @@ def pv(request):
     if request.param == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no e4m3 tensor cores")
     return request.param
-
-
-# (queries, keys, what two sequences see)
-SEEN = {
-    "causal": (129, 129, Mask()),
-    "causal, in whole tiles": (512, 512, Mask()),
-    "later part": (17, 1000, Mask()),
-    "more queries than keys": (300, 129, Mask()),
-    "one query": (1, 100, Mask()),
-    "left padding": (300, 300, padding(300, starts=[0, 141], device=DEVICE)),
-    "ragged": (500, 500, padding(500, starts=[7, 0], ends=[500, 77], device=DEVICE)),
-    "ragged, one empty": (64, 99, padding(99, starts=[3, 20], ends=[90, 20], device=DEVICE)),
-}
 
 
 def cosine(out, wanted):
@@ -78,32 +61,6 @@ def test_a_constant_offset_of_keys_costs_nothing(generation, width, pv):
     assert relative_error(out, expected(q, k, v, lam, scale=width**-0.5)) <= LIMITS[pv]
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("generation", ["v1", "v2"])
-def test_the_pair_norm_is_part_of_the_kernel(generation, width, pv):
-    inputs = random_call(generation, 300, 300, width=width, dtype=torch.bfloat16, device=DEVICE)
-    post = PairNorm(1e-5, torch.linspace(0.5, 2, inputs[2].shape[-1], device=DEVICE).bfloat16(), 0.64)
-    out = prefill_int8(*inputs, scale=width**-0.5, post=post, pv=pv)
-    assert relative_error(out, expected(*inputs, scale=width**-0.5, post=post)) <= LIMITS[pv]
-
-
-def test_rows_no_descriptor_can_read_are_served(pv):
-    q, k, v, lam = random_call("v1", 300, 300, width=128, device=DEVICE)
-    v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    out = prefill_int8(q, k, v, lam, scale=128**-0.5, pv=pv)
-    assert relative_error(out, expected(q, k, v, lam, scale=128**-0.5)) <= LIMITS[pv]
-
-
-def test_what_padding_holds_does_not_matter(pv):
-    q, k, v, lam = random_call("v1", 300, 300, device=DEVICE)
-    mask = padding(300, starts=[9], ends=[250], device=DEVICE)
-    wanted = expected(q, k, v, lam, scale=0.125, mask=mask)
-    for x in (*q, *k, v):
-        x[:, :, :9] = torch.nan
-        x[:, :, 250:] = torch.inf
-    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, mask=mask, pv=pv), wanted) <= LIMITS[pv]
-
-
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 def test_long_contexts_take_memory_for_the_codes_and_the_output(generation, pv):
     q, k, v, lam = random_call(generation, LONG, LONG, width=128, dtype=torch.bfloat16, device=DEVICE)
@@ -125,34 +82,3 @@ def test_long_sums_keep_their_precision(width, pv):
     q, k, v, lam = random_call("v1", 128, LONG, width=width, device=DEVICE)
     out = prefill_int8([x * 0 for x in q], k, torch.ones_like(v), lam, scale=0.1, pv=pv)
     torch.testing.assert_close(out, torch.full_like(out, 1 - 0.37), rtol=2e-3, atol=0)
-
-
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("generation", ["v1", "v2"])
-def test_the_same_inputs_give_the_same_bits(generation, width, pv):
-    inputs = random_call(generation, 2000, 2000, width=width, pairs=8, kv_pairs=8, dtype=torch.bfloat16, device=DEVICE)
-    first = prefill_int8(*inputs, scale=width**-0.5, pv=pv)
-    for _ in range(9):
-        assert torch.equal(prefill_int8(*inputs, scale=width**-0.5, pv=pv), first)
-
-
-def test_a_captured_launch_follows_its_inputs(pv):
-    q, k, v, lam = random_call("v1", 257, 257, device=DEVICE)
-    prefill_int8(q, k, v, lam, scale=0.125, pv=pv)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = prefill_int8(q, k, v, lam, scale=0.125, pv=pv)
-    v.mul_(-3)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert relative_error(out, expected(q, k, v, lam, scale=0.125)) <= LIMITS[pv]
-
-
-def test_a_compiled_model_gives_the_same(pv):
-    inputs = random_call("v1", 129, 129, device=DEVICE)
-
-    def model(q, k, v, lam):
-        return prefill_int8(q, k, v, lam, scale=0.125, pv=pv) * 2
-
-    assert torch.equal(torch.compile(model, fullgraph=True)(*inputs), model(*inputs))

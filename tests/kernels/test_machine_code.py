@@ -1,11 +1,6 @@
 """The checks for registers that are written while Hopper's products may still read them, and more, on small loops."""
 
-from tests.support.machine_code import (
-    innermost_loops,
-    instructions,
-    overwritten_operands,
-    under_way_at_exponentials,
-)
+from tests.support.machine_code import innermost_loops, instructions, overwritten_operands, under_way_at_exponentials
 from tests.support.tables import in_one_test
 
 PRODUCT = "HGMMA.64x128x16.F32 R24, R88, gdesc[UR4].tnspB, R24, gsb0"

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from diffquant.attention import BACKENDS
 from diffquant.errors import UsageError
-from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import arguments, configs
@@ -13,16 +11,11 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import TILES
 from tests.support.kernel_inputs import (
-    CAUSAL,
     expected,
-    fill_unseen,
-    kept_operators,
     on_call,
-    operator_arguments,
     padding,
     random_call,
     relative_error,
-    with_odd_strides,
 )
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
@@ -83,16 +76,6 @@ def test_a_constant_offset_of_keys_costs_nothing():
     assert relative_error(out, expected(q, k, v, lam, scale=0.125)) <= LIMITS["fp16"]
 
 
-@pytest.mark.usefixtures("_either_path")
-@pytest.mark.parametrize("pv", LIMITS)
-def test_what_padding_holds_does_not_matter(pv):
-    q, k, v, lam = random_call("v1", 64, 64)
-    mask = padding(64, starts=[9], ends=[50])
-    wanted = expected(q, k, v, lam, scale=0.125, mask=mask)
-    fill_unseen(q, k, v, 9, 50)
-    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, mask=mask, pv=pv), wanted) <= LIMITS[pv]
-
-
 def test_left_padding_changes_no_code():
     q, k, v, lam = random_call("v1", 60, 60)
     alone = prefill_int8([x[:, :, 9:] for x in q], [x[:, :, 9:] for x in k], v[:, :, 9:], lam, scale=0.125)
@@ -108,13 +91,6 @@ def test_the_pair_norm_is_part_of_the_kernel_and_pairs_find_their_keys(generatio
     assert relative_error(out, expected(*inputs, scale=0.125, post=post)) <= LIMITS["fp16"]
 
 
-@pytest.mark.usefixtures("_either_path")
-def test_any_strides_serve():
-    q, k, v, lam = random_call("v1", 33, 33)
-    wanted = expected(q, k, v, lam, scale=0.125)
-    assert relative_error(prefill_int8(*with_odd_strides(q, k, v), lam, scale=0.125), wanted) <= LIMITS["fp16"]
-
-
 @in_one_test("pv", LIMITS)
 def test_extreme_inputs_stay_finite(pv):
     q, k, v, lam = random_call("v1", 33, 33)
@@ -124,47 +100,6 @@ def test_extreme_inputs_stay_finite(pv):
     assert not prefill_int8(*nothing, scale=8, pv=pv).any()
 
 
-def test_nothing_in_gives_nothing_out():
-    q, k, v, lam = random_call("v1", 0, 5)
-    assert prefill_int8(q, k, v, lam, scale=0.125).shape == (1, 2, 0, 128)
-    q, k, v, lam = random_call("v1", 3, 0)
-    assert not prefill_int8(q, k, v, lam, scale=0.125).any()
-
-
-@in_one_test("generation", ["plain", "v1", "v2"])
-def test_the_operator_is_well_formed(generation):
-    arguments = (*operator_arguments(generation), "fp8")
-    checks = ["test_schema", "test_faketensor"]
-    torch.library.opcheck(torch.ops.diffquant.prefill_int8.default, arguments, test_utils=checks)
-
-
-def test_a_compiled_model_keeps_the_operator():
-    inputs = random_call("v2", 17, 17)
-
-    def model(q, k, v, lam):
-        return prefill_int8(q, k, v, lam, scale=0.125) * 2
-
-    assert kept_operators(model, inputs).count(torch.ops.diffquant.prefill_int8.default) == 1
-
-
-@in_one_test(
-    ("change", "message"),
-    [
-        (lambda q, k, v, lam: ([x.float() for x in q], [x.float() for x in k], v.float(), lam), "are float32"),
-        (lambda q, k, v, lam: ([x[..., :32] for x in q], [x[..., :32] for x in k], v, lam), "are 32 wide"),
-        (
-            lambda q, k, v, lam: (q, k, v[..., :96], lam),
-            "v is 96 wide; with keys 64 wide the kernel supports 64 and 128",
-        ),
-        (lambda q, k, v, lam: (q, [k[0], k[1][:, :, 1:]], v, lam), "k2 .*4, 64.*, not"),
-        (lambda q, k, v, lam: (q, k, v, None), "one map without λ or two maps with it"),
-    ],
-)
-def test_what_the_kernel_does_not_take_is_an_error(change, message):
-    with pytest.raises(UsageError, match=message):
-        prefill_int8(*change(*random_call("v1", 5, 5)), scale=0.125)
-
-
 def test_what_a_device_or_the_kernel_cannot_do_is_said(has_capability):
     inputs = random_call("v1", 5, 5)
     with pytest.raises(UsageError, match="P·V in 'int4' is unknown; choose from fp16, fp8"):
@@ -172,9 +107,3 @@ def test_what_a_device_or_the_kernel_cannot_do_is_said(has_capability):
     has_capability(8, 0)
     with pytest.raises(UsageError, match="fp8 needs compute capability 8"):
         prefill_int8(*inputs, scale=0.125, pv="fp8")
-    with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
-        prefill_int8(inputs[0], inputs[1], inputs[2].requires_grad_(), inputs[3], scale=0.125)
-    assert (
-        BACKENDS["triton-int8"].refuses(AttentionCall(*inputs, scale=0.125, mask=CAUSAL))
-        == "Triton kernels run on CUDA devices, not on cpu"
-    )

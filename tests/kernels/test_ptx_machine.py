@@ -351,21 +351,6 @@ def test_each_warp_waits_for_itself():
         ran(half + COPY.format(early=""), b, a, before=[first])
 
 
-def test_threads_that_part_meet_again():
-    body = """
-        and.b32 %odd, %t, 1;  setp.eq.u32 %p1, %odd, 1;  mov.u32 %x, %t;
-        @%p1 bra odd;
-        mul.lo.u32 %x, %x, 10;  bra both;
-        odd: add.u32 %x, %x, 1000;
-        both: shfl.sync.bfly.b32 %y, %x, 1, 31, -1;
-        add.u64 %to, %g0, %at;  st.global.b32 [%to], %y;
-    """
-    given = torch.zeros(64, dtype=torch.int32)
-    ran(body, given)
-    wanted = [10 * (t - 1) if t % 2 else 1001 + t for t in range(64)]
-    assert given.tolist() == wanted
-
-
 def test_sums_of_codes_stop_at_the_ends_of_their_type():
     body = """
         mov.u32 %a, 0x7f7f7f7f;
@@ -377,33 +362,6 @@ def test_sums_of_codes_stop_at_the_ends_of_their_type():
     ran(body, given, threads=32)
     product = 32 * 127 * 127
     assert given.unique(dim=0).tolist() == [[2**31 - 1, product, product, product - 2**31]]
-
-
-def test_threads_may_load_different_parameters_by_their_addresses():
-    body = """
-        mov.b32 %first, p0;  mov.b32 %second, p1;  and.b32 %odd, %t, 1;  setp.eq.u32 %p1, %odd, 1;
-        selp.b32 %which, %second, %first, %p1;  ld.param.b64 %from, [%which];
-        ld.global.b32 %x, [%from];
-        add.u64 %to, %g2, %at;  st.global.b32 [%to], %x;
-    """
-    given = torch.zeros(64, dtype=torch.int32)
-    ran(body, torch.tensor([7], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), given)
-    assert given.tolist() == [7, 9] * 32
-    with pytest.raises(Fault, match="no parameter begins at"):
-        ran(body.replace("[%which]", "[%which+8]"), *(numbers(64) for _ in range(3)))
-
-
-def test_indexed_branches_and_labels_of_inner_scopes_lead_where_they_say():
-    body = """
-        table: .branchtargets first, second;
-        and.b32 %odd, %t, 1;  brx.idx %odd, table;
-        first: { bra here; mov.u32 %x, 0; here: mov.u32 %x, 1; } bra out;
-        second: { bra here; mov.u32 %x, 0; here: mov.u32 %x, 2; }
-        out: add.u64 %to, %g0, %at;  st.global.b32 [%to], %x;
-    """
-    given = torch.zeros(64, dtype=torch.int32)
-    ran(body, given)
-    assert given.tolist() == [1, 2] * 32
 
 
 def test_warp_products_of_halves_and_of_codes_are_numpys():

@@ -39,8 +39,7 @@ def test_codes_and_scales_are_those_of_the_plain_form(text, dtype):
 
 # Logits of steps that are powers of two are exact in float32, so that each falls where the plain form puts it.
 @pytest.mark.parametrize(
-    ("generation", "qk", "logits", "p"),
-    sampled(product(["v1", "v2", "plain"], QK, LOGITS, P), 11),
+    ("generation", "qk", "logits", "p"), sampled(product(["v1", "v2", "plain"], QK, LOGITS, P), 11)
 )
 def test_equals_the_plain_form_over_rounded_operands(device_class, generation, qk, logits, p):
     q, k, v, lam = steps_of_two(*random_call(generation, 40, 60, batch=2, pairs=2), Scheme.parse(qk))

@@ -13,13 +13,7 @@ from tests.support.thorough import thorough
 
 pytestmark = thorough
 
-CASES = [
-    ("v1", 128, "16"),
-    ("v2", 64, "16"),
-    ("v1", 128, "8"),
-    ("v2", 64, "8"),
-    ("v1", 128, "8:row:shift"),
-]
+CASES = [("v1", 128, "16"), ("v2", 64, "16"), ("v1", 128, "8"), ("v2", 64, "8"), ("v1", 128, "8:row:shift")]
 NAMES = [f"{generation}-d{width}-{how}" for generation, width, how in CASES]
 
 

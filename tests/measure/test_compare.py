@@ -28,13 +28,8 @@ from tests.support.harness_task import write_task
 from tests.support.tables import in_one_test
 
 OPTIONS_OF = {"hellaswag": {"limit": 12}, "perplexity": {"characters": 900, "window": 64, "stride": 32}}
-OPTIONS = SweepOptions(
-    tasks=("hellaswag", "perplexity"),
-    bits=(3,),
-    granularities=("row", "tensor"),
-    task_options=OPTIONS_OF["hellaswag"] | OPTIONS_OF["perplexity"],
-    dtype="float32",
-)
+BOTH = {"tasks": tuple(OPTIONS_OF), "task_options": OPTIONS_OF["hellaswag"] | OPTIONS_OF["perplexity"]}
+OPTIONS = SweepOptions(bits=(3,), granularities=("row", "tensor"), dtype="float32", **BOTH)
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1"
 
 

@@ -32,14 +32,8 @@ from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
 OF_PERPLEXITY = {"characters": 500, "window": 64, "stride": 32}
-OPTIONS = SweepOptions(
-    tasks=("hellaswag", "perplexity"),
-    bits=(16, 4),
-    targets=("logits", "weights"),
-    granularities=("row",),
-    task_options={"limit": 4} | OF_PERPLEXITY,
-    dtype="float32",
-)
+GRID = {"bits": (16, 4), "targets": ("logits", "weights"), "granularities": ("row",), "dtype": "float32"}
+OPTIONS = SweepOptions(tasks=("hellaswag", "perplexity"), task_options={"limit": 4} | OF_PERPLEXITY, **GRID)
 CELLS = 6
 
 
@@ -85,19 +79,6 @@ def side_by_side(run, progress):
         thread.join()
 
 
-def stopping(count):
-    """An engine that stops as Ctrl-C does, after some cells."""
-
-    def engine(run, progress):
-        def stop(done, total, what):
-            if done == count:
-                raise KeyboardInterrupt
-
-        measure_all(run, stop)
-
-    return engine
-
-
 def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
     expected = lasting(undisturbed)
     engines = {"backwards": backwards, "side by side": side_by_side, "processes": partial(run_processes, workers=2)}
@@ -105,43 +86,6 @@ def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
         run_sweep([model], OPTIONS, tmp_path / name, engine=engine).require_complete()
         assert lasting(tmp_path / name) == expected
         assert not left_over(tmp_path / name)
-
-
-@thorough
-def test_a_sweep_that_stops_under_one_engine_goes_on_under_another(model, undisturbed, tmp_path):
-    with pytest.raises(KeyboardInterrupt, match=f"2 of {CELLS} cells are done"):
-        run_sweep([model], OPTIONS, tmp_path, engine=stopping(2))
-    with pytest.raises(KeyboardInterrupt, match=f"3 of {CELLS} cells are done"):
-        run_sweep([model], OPTIONS, tmp_path, engine=stopping(1))
-    run_sweep([model], OPTIONS, tmp_path, engine=partial(run_processes, workers=2))
-    assert lasting(tmp_path) == lasting(undisturbed)
-
-
-def test_sweeps_into_one_folder_at_once_measure_each_cell_once_and_all_end_well(
-    model, undisturbed, tmp_path, monkeypatch
-):
-    measure, measured = CheckpointSubject.measure, []
-
-    def counted(self, task, recipe, *others):
-        measured.append((task.name, recipe))
-        return measure(self, task, recipe, *others)
-
-    monkeypatch.setattr(CheckpointSubject, "measure", counted)
-    ended = []
-
-    def sweep():
-        result = run_sweep([model], OPTIONS, tmp_path)
-        result.require_complete()
-        ended.append(result)
-
-    threads = [threading.Thread(target=sweep) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(ended) == 3
-    assert len(measured) == CELLS
-    assert lasting(tmp_path) == lasting(undisturbed)
 
 
 @in_one_test("count", [1, 2, 4, 7])

@@ -1,3 +1,5 @@
+"""Tasks of lm-eval: scored as lm-eval's own model scores them, and compared item by item in a sweep."""
+
 import importlib.util
 
 import pytest
@@ -9,6 +11,10 @@ from lm_eval.tasks import TaskManager
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.protocols.harness_plugin import HarnessModel
+from diffquant.measure.protocols.hellaswag import HellaSwagItem
+from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.result import json_rows
+from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.torch_model import TorchModel
 from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
@@ -70,12 +76,6 @@ def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused_as_hflm_refuses
         ours.generate_until(asked)
 
 
-def test_a_changed_task_file_is_another_task(task_file):
-    before = harness(str(task_file)).identity()
-    task_file.write_text(task_file.read_text() + "num_fewshot: 1\n")
-    assert harness(str(task_file)).identity() != before
-
-
 def test_a_file_that_names_no_task_is_refused(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("dataset_path: json\n")
@@ -87,3 +87,20 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
         harness("arc_easy").run(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), None, report_nothing)
+
+
+def test_a_harness_task_is_compared_with_16_bits_item_by_item(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    items = [HellaSwagItem(f"Number {i} is", ("even", "odd", "large"), i % 2) for i in range(8)]
+    model = tiny_lm.write_llama(tmp_path / "model")
+    task = f"lm-eval:{write_task(tmp_path, items, ['acc'])}"
+    options = SweepOptions(tasks=(task,), bits=(2,), dtype="float32", task_options={"trust_task": True})
+    result = run_sweep([model], options, tmp_path / "out")
+    result.require_complete()
+    full, low = json_rows(result)
+    assert full[f"{task} metric"] == "acc"
+    assert full[f"{task} n"] == 8
+    assert full[f"{task} score"] + low[f"{task} difference"] == low[f"{task} score"]
+    assert low[f"{task} difference_low"] < low[f"{task} difference_high"]
+    assert f"{task} acc" in result.table()

@@ -118,14 +118,6 @@ def test_after_an_interrupt_at_any_line_the_next_run_ends_whole(tmp_path):
     assert event > 50
 
 
-def test_claims_that_earlier_versions_left_are_in_nobodys_way(tmp_path):
-    run = sleeping_run(tmp_path, 1, 2, 0.0)
-    for number in range(3):
-        (tmp_path / f"{run.cells[0].name}.{number}.claim").write_text("{}")
-    measure_all(run)
-    assert len(scores(tmp_path)) == 2
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes in folders")
 @in_one_test("put", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.touch()])
 def test_a_folder_pipe_loop_or_file_in_the_place_of_a_lock_is_in_nobodys_way(tmp_path, put):

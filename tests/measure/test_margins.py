@@ -16,7 +16,6 @@ from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.plot import list_panel_rows
 from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
-from diffquant.measure.tasks import make_tasks
 from diffquant.measure.tasks.hellaswag import KL, MARGIN, MARGINS
 from diffquant.measure.torch_model import TorchModel
 from tests.support import tiny_lm
@@ -65,19 +64,6 @@ def test_kl_and_margins_are_those_of_each_ending_run_alone(wrapper, batch_tokens
         assert outcome.details["margins"][number] == pytest.approx(scores[item.label] - best_wrong, abs=1e-5)
 
 
-def test_a_margin_is_negative_where_acc_norm_calls_the_item_wrong():
-    outcome = hellaswag.evaluate_hellaswag(TorchModel(tiny_lm.llama(), tiny_lm.tokenizer()), ITEMS)
-    assert [margin > 0 for margin in outcome.details["margins"]] == outcome.values
-    assert set(outcome.values) == {0, 1}
-
-
-def test_a_model_has_no_kl_from_itself():
-    model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
-    reference = hellaswag.compute_reference(model, ITEMS)
-    outcome = hellaswag.evaluate_hellaswag(model, ITEMS, reference=reference)
-    assert outcome.details["kl_by_item"] == pytest.approx([0] * len(ITEMS), abs=1e-5)
-
-
 def result(margins, **details):
     return TaskResult(metric="acc_norm", score=0.5, n=len(margins), details={"margins": margins} | details)
 
@@ -96,15 +82,6 @@ def test_kl_is_a_mean_over_tokens():
     measured = result([0.1] * 3, kl_by_item=[0.1, 0.4, 0.2], tokens_by_item=[10, 30, 20])
     assert KL.of(measured, None).mean == pytest.approx((1 + 12 + 4) / 60)
     assert KL.of(result([0.1]), None) is None
-
-
-def test_results_of_before_there_were_margins_have_the_columns_that_they_had():
-    old = TaskResult(metric="acc_norm", score=0.5, n=2, values=[0, 1], choices=[1, 1])
-    assert MARGINS.headings("hellaswag", [old], True) == ["acc_norm % [95 %]", "difference [95 %]", "flips"]
-    assert [column.text(old, None) for column in MARGINS.table_metrics([old])] == ["50.0 [9.5, 90.5]", "-", "-"]
-    assert [change.of(old, old) is not None for change in MARGINS.change_metrics] == [False, False, True]
-    (note,) = MARGINS.notes([old])
-    assert "margin" not in note
 
 
 def test_items_without_choices_flip_too_and_means_over_draws_do_not():
@@ -128,12 +105,8 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
     (told,) = summarize_findings(sweep)
     assert told.startswith(f"hellaswag: {len(ITEMS)} items cannot show a loss below")
     assert "KL shows a change in 1 of 1 configurations" in told
-    assert (
-        told.index(", KL ")
-        < told.index(", margin ")
-        < told.index(" nats per 100 characters, ")
-        < told.index(" points [")
-    )
+    places = [told.index(part) for part in (", KL ", ", margin ", " nats per 100 characters, ", " points [")]
+    assert places == sorted(places)
     baseline, quantized = json_rows(sweep)
     assert baseline["hellaswag kl"] is None
     assert quantized["hellaswag kl_low"] < quantized["hellaswag kl"] < quantized["hellaswag kl_high"]
@@ -141,12 +114,3 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
         quantized["hellaswag margin"] - baseline["hellaswag margin"]
     )
     assert "2 differences from 16 bits are compared" in sweep.table()
-
-
-def test_the_reference_is_of_the_items_of_the_task():
-    (task,) = make_tasks(["hellaswag"], {"limit": 3}, 4096)
-    model = TorchModel(tiny_lm.llama(), tiny_lm.tokenizer())
-    reference = task.compute_reference(model, lambda *_: None)
-    measured = task.run(model, reference, lambda *_: None)
-    assert len(reference) == sum(measured.details["tokens_by_item"])
-    assert measured.details["kl"] == pytest.approx(0, abs=1e-5)

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -10,7 +11,6 @@ from diffquant.measure import scoring
 from diffquant.measure.language_model import LanguageModel, ModelOutputs, Request
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.scoring import pass_cost_on, score, split_into_passes
-from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.task import batch_tokens_on
 from diffquant.measure.torch_model import TorchModel
 from diffquant.recipe import Recipe
@@ -93,11 +93,6 @@ def test_planning_looks_at_lengths_and_not_at_pairs_of_sequences():
     assert lengths.looks < 6000 * (60 + 3)
 
 
-def test_the_device_chooses_the_budget_unless_it_is_given():
-    assert SweepOptions().batch_tokens_for("cpu") == 4096 < SweepOptions().batch_tokens_for("cuda:1")
-    assert SweepOptions(batch_tokens=64).batch_tokens_for("cuda") == 64
-
-
 def test_a_models_cells_share_one_encoding_of_the_items(monkeypatch):
     # One that no other test has encoded with.
     tokenizer, items = copy.deepcopy(tiny_lm.tokenizer()), hellaswag.load_items(limit=3)
@@ -119,15 +114,10 @@ def test_a_models_cells_share_one_encoding_of_the_items(monkeypatch):
     assert evaluate(tokenizer, items[:2])[0] > 0
 
 
-class Properties:
-    def __init__(self, total_memory):
-        self.total_memory = total_memory
-
-
 def test_logits_held_at_once_follow_the_devices_memory(monkeypatch):
     entries = {}
     for gigabytes in (8, 24, 141):
-        properties = Properties(gigabytes << 30)
+        properties = SimpleNamespace(total_memory=gigabytes << 30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
         entries[gigabytes] = scoring._logits_entries(torch.device("cuda"))
         assert 4 * entries[gigabytes] <= gigabytes << 30 >> 5

@@ -15,9 +15,8 @@ from diffquant.measure.cells import Cell
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import TaskResult
 from diffquant.measure.sweep import subject
-from diffquant.measure.sweep.cell import make_cell_progress
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.plan import describe_work, estimate_seconds, explain_remeasuring, plan_sweep
+from diffquant.measure.sweep.plan import describe_work, estimate_seconds, plan_sweep
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.tasks import perplexity
 from diffquant.measure.torch_model import TorchModel
@@ -31,16 +30,11 @@ from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
-OPTIONS = SweepOptions(
-    tasks=("hellaswag", "perplexity"),
-    bits=(16, 4),
-    targets=("logits", "weights"),
-    granularities=("row", "tensor"),
-    task_options={"limit": 6, "characters": 600, "window": 64, "stride": 32},
-    dtype="float32",
-)
+READING = {"characters": 600, "window": 64, "stride": 32}
+GRID = {"bits": (16, 4), "targets": ("logits", "weights"), "granularities": ("row", "tensor"), "dtype": "float32"}
+OPTIONS = SweepOptions(tasks=("hellaswag", "perplexity"), task_options={"limit": 6} | READING, **GRID)
 CELLS = 2 * 5
-PERPLEXITY = {"tasks": ("perplexity",), "task_options": {"characters": 600, "window": 64, "stride": 32}}
+PERPLEXITY = {"tasks": ("perplexity",), "task_options": READING}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +86,7 @@ def loads(monkeypatch):
     return seen
 
 
-def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
+def test_a_cell_holds_what_evaluating_its_recipe_and_quantize_give(model, output, tmp_path):
     result = run_sweep([model], OPTIONS, output)
     assert len(result.cells) == CELLS
     assert not result.failed_cells
@@ -106,11 +100,6 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     measured = result.result_and_baseline(point, "perplexity")[0].details
     assert measured["perplexity"] == pytest.approx(score["perplexity"])
     assert measured["kl"] == pytest.approx(score["kl"])
-
-
-def test_a_cell_stores_what_quantize_writes(model, output, tmp_path):
-    result = run_sweep([model], OPTIONS, output)
-    point = next(p for p in result.points if p.label == "weights 4:row")
     report = quantize(model, tmp_path / "low", Recipe.of(weights="4:row"))
     assert next(c for c in result.cells if c.point is point).result.weight_bytes == report.bytes_after
 
@@ -120,16 +109,10 @@ def test_a_cell_stores_what_quantize_writes(model, output, tmp_path):
 )
 def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_path, recipe):
     quantize(model, tmp_path / "folder", Recipe.of(**recipe))
-    of_task = {"characters": 600, "window": 64, "stride": 32}
-    options = SweepOptions(
-        tasks=("perplexity",), bits=(16,), targets=("weights",), task_options=of_task, dtype="float32"
-    )
+    options = replace(OPTIONS, **PERPLEXITY, bits=(16,), targets=("weights",))
     result = run_sweep([tmp_path / "folder", model], options, tmp_path / "out")
-    assert [(point.model.name, point.label) for point in result.points] == [
-        ("folder", "16 bits"),
-        ("folder", "recipe own"),
-        (model.name, "16 bits"),
-    ]
+    found = [(point.model.name, point.label) for point in result.points]
+    assert found == [("folder", "16 bits"), ("folder", "recipe own"), (model.name, "16 bits")]
     tokenizer, text = load_tokenizer(model), load_text(characters=600)
     measured = []
     for own in (Recipe(), None):
@@ -140,19 +123,6 @@ def test_a_folder_is_measured_under_the_recipe_that_it_records_too(model, tmp_pa
     assert abs(found[0] / found[1] - 1) > 1e-3
 
 
-def test_a_recipe_called_as_a_folders_own_is_refused(model, tmp_path):
-    (tmp_path / "own.yaml").write_text("kv: 8")
-    with pytest.raises(UsageError, match=r"rename own\.yaml"):
-        run_sweep([model], replace(OPTIONS, recipes=(tmp_path / "own.yaml",)), tmp_path / "out")
-
-
-def test_cells_that_are_there_are_not_measured_again(model, copy_of, loads):
-    before = {file.name: file.stat().st_mtime_ns for file in (copy_of / "cells").iterdir()}
-    run_sweep([model], OPTIONS, copy_of)
-    assert loads == []
-    assert {file.name: file.stat().st_mtime_ns for file in (copy_of / "cells").iterdir()} == before
-
-
 def test_a_sweep_measured_in_parts_is_the_whole_sweep(model, output, tmp_path, loads):
     for target in OPTIONS.targets:
         run_sweep([model], replace(OPTIONS, targets=(target,)), tmp_path)
@@ -161,11 +131,6 @@ def test_a_sweep_measured_in_parts_is_the_whole_sweep(model, output, tmp_path, l
     assert loads == []
     whole = run_sweep([model], OPTIONS, output)
     assert [cell.result for cell in parts.cells] == [cell.result for cell in whole.cells]
-
-
-def test_a_model_is_loaded_once_for_each_set_of_weights(model, tmp_path, loads):
-    run_sweep([model], OPTIONS, tmp_path)
-    assert loads == ["16", "4:row", "4:tensor"]
 
 
 def cut(cell):
@@ -227,30 +192,25 @@ def test_a_model_that_is_replaced_during_a_sweep_leaves_no_cell_under_its_old_ad
     run_sweep([model], options, tmp_path / "out").require_complete()
 
 
-def test_a_model_whose_files_are_only_touched_is_the_same_model(tmp_path):
+def test_a_model_is_known_by_its_contents_and_not_by_its_place_or_dates(tmp_path):
     model = tiny_lm.write_diff_v2(tmp_path / "model")
-    source = open_source(model)
-    assert source.fingerprint
+    source, moved = open_source(model), shutil.copytree(model, tmp_path / "moved")
+    assert source.fingerprint == open_source(moved).fingerprint
     for file in model.iterdir():
         file.touch()
     source.check_unchanged()
     (model / "tokenizer_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="changed while"):
         source.check_unchanged()
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert open_source(moved).fingerprint != source.fingerprint
 
 
 def test_eval_refuses_a_backend_that_cannot_quantize_logits_before_it_loads(model, monkeypatch):
     monkeypatch.setattr("diffquant.measure.sweep.subject.load", None)
     with pytest.raises(UsageError, match="'flashdiff1' keeps logits inside its kernel"):
         evaluate(model, Recipe.of(logits="4:row"), replace(OPTIONS, attention="flashdiff1"))
-
-
-def test_a_cell_follows_the_models_contents_not_its_place(model, tmp_path):
-    moved = shutil.copytree(model, tmp_path / "moved")
-    assert open_source(moved).fingerprint == open_source(model).fingerprint
-    config = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert open_source(moved).fingerprint != open_source(model).fingerprint
 
 
 @in_one_test("change", [{"limit": 5}, {"characters": 500}, {"stride": 16}, {"batch_tokens": 100}])
@@ -307,19 +267,6 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
     ]
 
 
-def test_of_a_cell_that_failed_there_is_no_result_by_other_code(tmp_path):
-    key = {"model": "m", "code": "0", "versions": {}}
-    (tmp_path / "failed.json").write_text(json.dumps({"key": key, "error": "NaN"}))
-    assert explain_remeasuring(tmp_path, [key | {"code": "1"}]) is None
-    (tmp_path / "measured.json").write_text(json.dumps({"key": key, "result": {}}))
-    assert "but with other code" in explain_remeasuring(tmp_path, [key | {"code": "1"}])
-
-
-def test_cells_that_were_never_measured_need_no_reason(model, copy_of, caplog):
-    run_sweep([model], replace(OPTIONS, **PERPLEXITY, bits=(8,), targets=("logits",)), copy_of)
-    assert not caplog.messages
-
-
 def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monkeypatch):
     measure, calls = subject.CheckpointSubject.measure, []
 
@@ -373,39 +320,24 @@ def test_progress_ends_at_all_and_never_goes_back(model, tmp_path):
     assert all(done < CELLS for done, _ in told[:-1])
 
 
-def test_a_cell_counts_as_far_as_it_has_come_and_as_done_when_it_is_written():
-    told = []
-    tell = make_cell_progress(lambda done, total, doing: told.append((done, total, doing)), 2, 5, "cell")
-    for done, total in ((0, 0), (1, 2), (1, 4), (4, 4)):
-        tell(done, total, "items")
-    assert told == [(done, 5, "cell: items") for done in (2.0, 2.5, 2.5, 2.999)]
-
-
-def test_two_models_with_one_name_are_told_apart(model, tmp_path):
-    twin = shutil.copytree(model, tmp_path / "elsewhere" / model.name)
-    options = SweepOptions(bits=(16,), task_options={"limit": 2}, dtype="float32")
-    result = run_sweep([model, twin], options, tmp_path / "out")
-    assert {*result.names.values()} == {f"{model.parent.name}/diff-v2", "elsewhere/diff-v2"}
-
-
 def test_bad_input_is_refused_before_any_cell(model, tmp_path):
     with pytest.raises(CheckpointError):
         run_sweep([model, tmp_path / "absent"], OPTIONS, tmp_path / "out")
+    unknown = SweepOptions(tasks=("arc", "perplexity"), task_options={"text": tmp_path / "absent"})
     with pytest.raises(UsageError, match=r"unknown task 'arc'.*absent"):
-        run_sweep(
-            [model],
-            SweepOptions(tasks=("arc", "perplexity"), task_options={"text": tmp_path / "absent"}),
-            tmp_path / "out",
-        )
+        run_sweep([model], unknown, tmp_path / "out")
     for task_options, said in (({"limit": 0}, "limit must be 1 or more"), ({"window": 8, "stride": 9}, "stride 9")):
         with pytest.raises(UsageError, match=said):
             run_sweep([model], replace(OPTIONS, task_options=task_options), tmp_path / "out")
-    with pytest.raises(UsageError, match="dtype"):
-        run_sweep([model], SweepOptions(dtype="int8"), tmp_path / "out")
-    with pytest.raises(UsageError, match="unknown attention backend 'fast'"):
-        run_sweep([model], SweepOptions(attention="fast"), tmp_path / "out")
-    with pytest.raises(UsageError, match="'flashdiff1' keeps logits inside its kernel"):
-        run_sweep([model], SweepOptions(attention="flashdiff1"), tmp_path / "out")
+    (tmp_path / "own.yaml").write_text("kv: 8")
+    for given, said in (
+        ({"dtype": "int8"}, "dtype"),
+        ({"attention": "fast"}, "unknown attention backend 'fast'"),
+        ({"attention": "flashdiff1"}, "'flashdiff1' keeps logits inside its kernel"),
+        ({"recipes": (tmp_path / "own.yaml",)}, r"rename own\.yaml"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            run_sweep([model], SweepOptions(**given), tmp_path / "out")
     quantize(model, tmp_path / "packed", Recipe.of(weights="8:row"))
     nowhere = tmp_path / "nowhere.yaml"
     nowhere.write_text("overrides: {model.layers.77.self_attn.k: 8}")

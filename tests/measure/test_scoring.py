@@ -1,17 +1,28 @@
+"""What scoring gives: log-probabilities of continuations, whatever the batch, and tokens that no embedding has."""
+
+from itertools import combinations
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from diffquant.calib.calibration.calibrate import calibrate
+from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.tokens import max_length
-from diffquant.errors import DiffQuantError, NonFiniteError
+from diffquant.errors import DiffQuantError, NonFiniteError, UsageError
 from diffquant.measure import can_pad_left, can_share_prefixes, scoring
+from diffquant.measure.fidelity.sides import Model
 from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.protocols import hellaswag
-from diffquant.measure.scoring import score
+from diffquant.measure.scoring import score, split_into_runs
+from diffquant.measure.tasks import perplexity
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
+from examples.shots.nll import score_positions
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tables import in_one_test
@@ -118,17 +129,21 @@ RECIPES = {
 }
 
 
+def scores_alone(model, requests):
+    """Log-probability of each continuation from a pass of its own."""
+    for request in requests:
+        tokens = torch.tensor([request.context + request.continuation])
+        logprobs = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])
+        yield float(logprobs[0, len(request.context) - 1 :].sum())
+
+
 @pytest.mark.parametrize("recipe", sampled(RECIPES.values(), 3), ids=RECIPES.keys())
 def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
     model = load(diff_v2, recipe, dtype=torch.float64)
     items = hellaswag.load_items(limit=4)
     encoder = RequestEncoder(tiny_lm.tokenizer(), 512, tiny_lm.WORDS)
     requests = encoder.encode_requests((item.query, f" {ending}") for item in items for ending in item.endings)
-    alone = []
-    for request in requests:
-        tokens = torch.tensor([request.context + request.continuation])
-        logprobs = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])
-        alone.append(float(logprobs[0, len(request.context) - 1 :].sum()))
+    alone = list(scores_alone(model, requests))
     for batch_tokens in (60, 4096):
         ours = [logprob for logprob, _ in score(TorchModel(model), requests, batch_tokens)]
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=0, atol=1e-3)
@@ -144,22 +159,15 @@ def test_a_score_of_a_model_with_windows_is_that_of_its_sequence_run_alone(tmp_p
     draw = lambda length: tuple(torch.randint(2, 90, (length,), generator=rng).tolist())  # noqa: E731
     contexts = [draw(length) for length in (3, 9, 14, 25, 31)]
     requests = [scoring.Request(context, draw(length)) for context in contexts for length in (1, 4, 7)]
-    alone = []
-    for request in requests:
-        tokens = torch.tensor([request.context + request.continuation])
-        logprobs = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])
-        alone.append(float(logprobs[0, len(request.context) - 1 :].sum()))
+    alone = list(scores_alone(model, requests))
     ours = [logprob for logprob, _ in score(TorchModel(model), requests)]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=0, atol=1e-4)
 
 
-def test_prefixes_are_shared_only_where_no_scale_spans_rows():
+def test_prefixes_are_shared_and_sequences_padded_only_where_no_scale_spans_them():
     shared = {name for name, recipe in RECIPES.items() if can_share_prefixes(recipe)}
     of_groups = {"logits group", "logits nvfp4", "p group", "p mxfp8 of a layer"}
     assert shared == {"16 bits", "row", "row shift", "kv row", "kv group", "p row", "pv row", *of_groups}
-
-
-def test_sequences_are_padded_only_where_no_scale_spans_so_many_tokens():
     padded = {name for name, recipe in RECIPES.items() if can_pad_left(recipe)}
     counted = {"logits group", "logits nvfp4", "p group", "p mxfp8 of a layer", "pv group"}
     assert set(RECIPES) - padded == {"block", "qk block", "k column", *counted}
@@ -207,3 +215,72 @@ def test_a_continuation_without_tokens_or_with_too_many_is_refused():
         encoder.encode_request("context", "")
     with pytest.raises(DiffQuantError, match="more than the model's context of 8"):
         encoder.encode_request("context", " many words that do not fit" * 3)
+
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=9).map(lambda lengths: sorted(lengths, reverse=True))
+
+
+def cost(runs, lengths, pass_cost):
+    return sum(len(run) * lengths[run.start] + pass_cost for run in runs)
+
+
+@given(LENGTHS, st.integers(1, 300), st.integers(0, 40), st.integers(0, 50))
+def test_no_other_cut_within_the_budget_costs_less(lengths, budget, cached, pass_cost):
+    def fits(run):
+        return len(run) == 1 or len(run) * (lengths[run.start] + cached) <= budget
+
+    runs = split_into_runs(lengths, budget, cached, pass_cost)
+    assert [index for run in runs for index in run] == list(range(len(lengths)))
+    assert all(map(fits, runs))
+    others = (
+        [range(a, b) for a, b in zip((0, *cuts), (*cuts, len(lengths)), strict=True)]
+        for count in range(len(lengths))
+        for cuts in combinations(range(1, len(lengths)), count)
+    )
+    allowed = [cut for cut in others if all(map(fits, cut))]
+    assert cost(runs, lengths, pass_cost) == min((cost(c, lengths, pass_cost) for c in allowed), default=0)
+
+
+WORD = "zyzzyva"
+TEXT = f"It was the {WORD} of the house. " * 40
+SAID = rf"token {tiny_lm.WORDS} \('{WORD}'\), but the model's embedding has {tiny_lm.WORDS} rows"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama whose tokenizer has one token more than its embedding has rows."""
+    folder = tiny_lm.write_llama(tmp_path_factory.mktemp("models") / "llama")
+    tokenizer = open_source(folder).tokenizer
+    tokenizer.add_tokens([WORD])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    source = open_source(folder)
+    return TorchModel(load(source, dtype=torch.float32), source.tokenizer)
+
+
+READERS = {
+    "perplexity": lambda model: perplexity.score_text(model, TEXT, 64, 32),
+    "its reference": lambda model: perplexity.compute_reference(model, TEXT, 64, 32),
+    "nll by position": lambda model: score_positions(model, TEXT, 64),
+    "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("It was", f" the {WORD}"),
+    "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("", WORD),
+    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).encode(TEXT),
+    "fidelity": lambda model: Model("model", model, {}).tokens(TEXT),
+    "another's tokens": lambda model: Model("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
+}
+
+
+@in_one_test("reader", READERS)
+def test_a_token_without_an_embedding_is_named(model, reader):
+    with pytest.raises(UsageError, match=SAID):
+        READERS[reader](model)
+
+
+def test_calibration_names_it_before_a_pass(folder, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(UsageError, match=SAID):
+        calibrate(folder, ["k"], text=tmp_path / "text.txt", window=64)

@@ -74,16 +74,6 @@ def test_where_nothing_is_close_16_bits_are_kept():
     assert taken(replace(sweep, cells=cells)) == (["a model", "weights", "perplexity", "16", "-", "-"], [])
 
 
-def test_granularities_are_lines_of_one_drawing():
-    (drawing,), keys = sizes.draw_size_charts(sizes.list_sizes(swept("perplexity", text)))
-    assert [text for _, _, text in keys] == ["a model, row", "a model, tensor"]
-    assert drawing.svg.count('class="tip"') == 6
-
-
-def test_the_page_begins_with_what_to_take():
-    assert sweep_report(swept("perplexity", text), "run", []).sections[0].title == "Which to take"
-
-
 def test_a_page_gives_no_command_that_quantize_refuses():
     sweep = swept("perplexity", text)
     for quantized, is_given in (([], True), ([str(MODEL)], False), (["another"], True)):
@@ -150,8 +140,7 @@ def test_models_of_one_name_are_told_apart_below_the_table_and_in_the_settings()
 
 
 @in_one_test(
-    ("n", "starts"),
-    [(20, "hellaswag: 20 items cannot show a loss below 18"), (2000, "hellaswag: no measurable")],
+    ("n", "starts"), [(20, "hellaswag: 20 items cannot show a loss below 18"), (2000, "hellaswag: no measurable")]
 )
 def test_items_that_are_too_few_are_said_to_be(n, starts):
     (sentence,) = summarize_findings(swept("hellaswag", lambda point: items(point, n)))

@@ -14,24 +14,10 @@ from tests.support.tables import in_one_test
 
 # Cells that people keep have these in their keys.
 HELLASWAG = {"name": "hellaswag", "shots": 0, "n": 3, "items": "81e59b7cd841015b", "batch_tokens": 4096}
-PERPLEXITY = {
-    "name": "perplexity",
-    "text": "8ad6d9787cdd74ae",
-    "characters": 700,
-    "window": 64,
-    "stride": 16,
-    "batch_tokens": 4096,
-}
-NEEDLE = {
-    "name": "needle:4:2",
-    "items": 2,
-    "text": "1cd49f71124d27bc",
-    "lengths": [64, 96],
-    "samples": 50,
-    "seed": 0,
-    "limit": 8,
-    "batch_tokens": 4096,
-}
+PERPLEXITY = {"name": "perplexity", "text": "8ad6d9787cdd74ae", "characters": 700, "window": 64, "stride": 16}
+PERPLEXITY |= {"batch_tokens": 4096}
+NEEDLE = {"name": "needle:4:2", "items": 2, "text": "1cd49f71124d27bc", "lengths": [64, 96], "samples": 50}
+NEEDLE |= {"seed": 0, "limit": 8, "batch_tokens": 4096}
 
 
 def identity(name, **options):
@@ -46,10 +32,6 @@ def test_identities_are_pinned():
     harness = identity("lm-eval:arc_easy", limit=5)
     assert harness.pop("lm_eval")
     assert harness == {"name": "lm-eval:arc_easy", "limit": 5, "batch_tokens": 4096}
-
-
-def test_a_short_name_is_that_of_its_defaults():
-    assert identity("needle") == identity("needle:1:1")
 
 
 def test_a_task_that_is_named_in_two_ways_is_measured_once():

@@ -75,13 +75,8 @@ def test_a_causal_mask_with_padding_is_the_padding_mask_also_to_scales_of_logits
     valid[1, :4] = 0
     seen = (order() & valid[:, None, None].bool()) & valid[:, None, :, None].bool()
     positions = (valid.cumsum(1) - 1).clamp(min=0)
-    for recipe in (
-        {},
-        {"logits": "4:tensor"},
-        {"logits": "4:row:shift"},
-        {"logits": "5:pair"},
-        {"qk": "4:head:smooth"},
-    ):
+    logits = ("16", "4:tensor", "4:row:shift", "5:pair")
+    for recipe in (*({"logits": scheme} for scheme in logits), {"qk": "4:head:smooth"}):
         model.apply_recipe(Recipe.of(**recipe))
         found = model(ids, attention_mask=seen, position_ids=positions).logits
         expected = model(ids, attention_mask=valid).logits

@@ -81,12 +81,6 @@ def test_every_source_format_is_registered():
     assert not unknown
 
 
-def test_the_recipe_is_applied(folders):
-    model = AutoModelForCausalLM.from_pretrained(folders["unilm-v2-low"], dtype="bfloat16", device_map="cpu")
-    assert str(model.recipe.k) == "8:row"
-    assert model.dtype == torch.bfloat16
-
-
 @in_one_test("device_map", ["cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
 def test_a_device_map_is_one_device_or_several(folders, device_map):
     model = AutoModelForCausalLM.from_pretrained(folders["unilm-v2"], device_map=device_map)
@@ -118,10 +112,3 @@ def test_a_config_alone_makes_an_untrained_model(folders):
 def test_what_load_does_not_do_is_refused_by_name(folders, options, message):
     with pytest.raises(UsageError, match=message):
         AutoModelForCausalLM.from_pretrained(folders["unilm-v2"], **options)
-
-
-def test_the_card_says_who_opens_the_folder(folders):
-    assert (
-        "trust_remote_code=True)` opens it with this folder's modeling_diffquant.py"
-        in (folders["unilm-v2-low"] / "README.md").read_text()
-    )

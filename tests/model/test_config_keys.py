@@ -28,8 +28,9 @@ IDS = random_ids(2, 37)
 BASE = SIZES | {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
 SHORT = {"original_max_position_embeddings": 12}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
-DYNAMIC = {"rope_type": "dynamic", "factor": 3.0}
+OF_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+OF_YARN = {"rope_parameters": YARN}
 SCALED = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [2.0] * 8}
@@ -42,35 +43,16 @@ def rope(settings, **others):
     return {"rope_parameters": settings | others}, {"rope_parameters": settings}
 
 
+PLAIN = {"vocab_size": 95, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "rope_theta": 100.0}
+PLAIN |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "gelu", "rms_norm_eps": 0.5}
+PLAIN |= {"tie_word_embeddings": True, "attention_bias": True}
 # Key -> a config that states it, and one that differs in that key alone and computes something else, if it fits at all.
 COMPUTED = {
-    **{
-        key: ({key: value}, {})
-        for key, value in {
-            "vocab_size": 95,
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "hidden_act": "gelu",
-            "rms_norm_eps": 0.5,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "rope_theta": 100.0,
-        }.items()
-    },
-    "max_position_embeddings": (
-        {"max_position_embeddings": 16, "rope_parameters": DYNAMIC},
-        {"rope_parameters": DYNAMIC},
-    ),
+    **{key: ({key: value}, {}) for key, value in PLAIN.items()},
+    "max_position_embeddings": (OF_DYNAMIC | {"max_position_embeddings": 16}, OF_DYNAMIC),
     "rope_parameters": ({"rope_parameters": LINEAR}, {}),
     "rope_scaling": ({"rope_scaling": {"type": "linear", "factor": 3.0}}, {}),
-    "original_max_position_embeddings": (
-        {"rope_parameters": YARN, "original_max_position_embeddings": 16},
-        {"rope_parameters": YARN},
-    ),
+    "original_max_position_embeddings": (OF_YARN | {"original_max_position_embeddings": 16}, OF_YARN),
     "rope_parameters.rope_type": rope({"factor": 3.0}, rope_type="linear"),
     "rope_parameters.type": ({"rope_parameters": {"type": "linear", "factor": 3.0}}, {}),
     "rope_parameters.rope_theta": rope(LINEAR, rope_theta=100.0),
@@ -94,16 +76,10 @@ OF_LLAMA = {"mlp_bias": ({"mlp_bias": True}, {})}
 # Key -> a config that is refused, and what the message names.
 REFUSED = {
     "partial_rotary_factor": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    "rope_parameters.partial_rotary_factor": (
-        {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
-        "partial_rotary_factor is 0.5",
-    ),
+    "rope_parameters.partial_rotary_factor": (rope(YARN, partial_rotary_factor=0.5)[0], "partial_rotary_factor is 0.5"),
     "rope_parameters.mrope_section": ({"rope_parameters": LINEAR | {"mrope_section": [2, 3, 3]}}, "mrope_section is"),
     "rope_parameters.long_factor": ({"rope_parameters": LONG | {"long_factor": [2.0]}}, "long_factor has 1 numbers"),
-    "rope_parameters.attention_factor": (
-        {"rope_parameters": YARN | {"attention_factor": "x"}},
-        "attention_factor is 'x'",
-    ),
+    "rope_parameters.attention_factor": (rope(YARN, attention_factor="x")[0], "attention_factor is 'x'"),
     "per_layer_config": ({"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, "per_layer_config"),
     "layer_types": ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
     "sliding_window": ({"sliding_window": 8}, "sliding_window is 8"),
@@ -117,33 +93,14 @@ REFUSED = {
 OF_DIFFLLAMA = {"mlp_bias": ({"mlp_bias": True}, "mlp_bias is true")}
 
 # Key -> a value that changes no logit. What generation reads of them (the tokens that begin, end and pad) is read.
-WITHOUT_EFFECT = {
-    "transformers_version": "0.1",
-    "architectures": ["Other"],
-    "output_hidden_states": True,
-    "output_attentions": True,
-    "return_dict": False,
-    "dtype": "bfloat16",
-    "torch_dtype": "bfloat16",
-    "chunk_size_feed_forward": 4,
-    "is_encoder_decoder": True,
-    "id2label": {"0": "no", "1": "yes", "2": "perhaps"},
-    "label2id": {"no": 0, "yes": 1},
-    "num_labels": 3,
-    "problem_type": "regression",
-    "initializer_range": 0.5,
-    "use_cache": False,
-    "pad_token_id": 3,
-    "bos_token_id": 4,
-    "eos_token_id": [5, 6],
-    "attention_dropout": 0.5,
-    "pretraining_tp": 2,
-    "lambda_std_dev": 3.0,
-    "name_or_path": "elsewhere",
-    "_commit_hash": "abc",
-    "attn_implementation": "eager",
-    "experts_implementation": "eager",
-}
+WITHOUT_EFFECT = {"transformers_version": "0.1", "architectures": ["Other"], "name_or_path": "elsewhere"}
+WITHOUT_EFFECT |= {"output_hidden_states": True, "output_attentions": True, "return_dict": False, "use_cache": False}
+WITHOUT_EFFECT |= {"dtype": "bfloat16", "torch_dtype": "bfloat16", "_commit_hash": "abc", "initializer_range": 0.5}
+WITHOUT_EFFECT |= {"chunk_size_feed_forward": 4, "is_encoder_decoder": True, "problem_type": "regression"}
+WITHOUT_EFFECT |= {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1}, "num_labels": 3}
+WITHOUT_EFFECT |= {"pad_token_id": 3, "bos_token_id": 4, "eos_token_id": [5, 6], "attention_dropout": 0.5}
+WITHOUT_EFFECT |= {"pretraining_tp": 2, "lambda_std_dev": 3.0}
+WITHOUT_EFFECT |= {"attn_implementation": "eager", "experts_implementation": "eager"}
 # transformers refuses dropout for DiffLlama, which would differ from map to map, and cannot run without return_dict.
 NOT_ASKED = {("diffllama", "attention_dropout"), ("llama", "return_dict"), ("diffllama", "return_dict")}
 
@@ -151,14 +108,9 @@ NOT_ASKED = {("diffllama", "attention_dropout"), ("llama", "return_dict"), ("dif
 def keys_of_the_library():
     """Keys that the installed transformers reads of these config.json files, those of rotary settings behind a dot."""
     fields = {field.name for library in (LlamaConfig, DiffLlamaConfig) for field in dataclasses.fields(library)}
-    sources = [
-        inspect.getsource(function)
-        for function in (
-            PreTrainedConfig.__post_init__,
-            RotaryEmbeddingConfigMixin.convert_rope_params_to_dict,
-            RotaryEmbeddingConfigMixin.standardize_rope_params,
-        )
-    ]
+    mixin = RotaryEmbeddingConfigMixin
+    readers = (PreTrainedConfig.__post_init__, mixin.convert_rope_params_to_dict, mixin.standardize_rope_params)
+    sources = [inspect.getsource(function) for function in readers]
     taken = re.findall(r'(?:kwargs\.(?:pop|get)\(|(?:has|get)attr\(self, )"(\w+)"', "\n".join(sources))
     taken += re.findall(r'getattr\(config, "(\w+)"', inspect.getsource(create_causal_mask))
     # Older versions keep names for themselves beside those of config.json.

@@ -8,12 +8,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, L
 from diffquant import load
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.model.cache import PackedCache
-from diffquant.model.modeling import DiffTransformer, DiffTransformerModel
+from diffquant.model.modeling import DiffTransformerModel
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 from tests.support.tables import in_one_test
-from tests.support.thorough import thorough
 
 KINDS = ["diffllama", "unilm-v2", "phi4flash", "motif3"]
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -122,7 +121,7 @@ DEPENDENT = {
 
 
 @in_one_test("recipe", EXACT)
-def test_drafts_give_the_tokens_of_greedy_search(recipe):
+def test_drafts_and_prompts_in_chunks_give_the_tokens_of_greedy_search(recipe):
     model, assistant = ours(random_diffllama(num_key_value_heads=4)), ours(random_llama(seed=1))
     model.apply_recipe(Recipe.of(**recipe))
     expected = asked(model)
@@ -130,45 +129,21 @@ def test_drafts_give_the_tokens_of_greedy_search(recipe):
     twin.apply_recipe(Recipe.of(k="4:c4", v="4:row", residual=2))
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}, {"assistant_model": twin}):
         assert torch.equal(asked(model, **options), expected)
+    assert torch.equal(asked(model, prefill_chunk_size=5), expected)
 
 
 @in_one_test(("said", "recipe"), DEPENDENT.items())
-def test_drafts_that_would_change_the_tokens_are_refused(said, recipe):
+def test_drafts_and_chunks_that_would_change_the_tokens_are_refused(said, recipe):
     model = ours(random_diffllama(num_key_value_heads=4))
     model.apply_recipe(Recipe.of(**recipe))
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": ours(random_llama(seed=1))}):
         refused(said, asked, model, **options)
+    refused(f"prefill_chunk_size would change the generated tokens.*{said}", asked, model, prefill_chunk_size=5)
+    refused(said, model.generate, IDS, GenerationConfig(prefill_chunk_size=5, **GREEDY))
     config = GenerationConfig(prompt_lookup_num_tokens=3, **GREEDY)
     refused(said, model.generate, IDS, config)
     model.generation_config = config
     refused(said, model.generate, IDS, GenerationConfig(**GREEDY))
-
-
-@thorough
-@in_one_test("recipe", [{"kv": "4", "residual": 3}, {"k": "4:c4", "v": "4"}, {"logits": "4:tensor"}])
-def test_what_is_refused_does_give_other_tokens(recipe, monkeypatch):
-    monkeypatch.setattr(DiffTransformerModel, "draft_refusal", lambda self: None)
-    model = ours(random_diffllama(num_key_value_heads=4))
-    model.apply_recipe(Recipe.of(**recipe))
-    prompts = [random_ids(1, 7, seed).repeat(1, 3) for seed in range(6)]
-    kept = [model.generate(ids, **GREEDY | {"max_new_tokens": 30}) for ids in prompts]
-    drafted = [model.generate(ids, **GREEDY | {"max_new_tokens": 30}, prompt_lookup_num_tokens=5) for ids in prompts]
-    assert not all(torch.equal(*pair) for pair in zip(kept, drafted, strict=True))
-
-
-@in_one_test(("said", "recipe"), DEPENDENT.items())
-def test_prompts_in_chunks_are_refused_where_they_would_change_the_tokens(said, recipe):
-    model = ours(random_diffllama(num_key_value_heads=4))
-    model.apply_recipe(Recipe.of(**recipe))
-    refused(f"prefill_chunk_size would change the generated tokens.*{said}", asked, model, prefill_chunk_size=5)
-    refused(said, model.generate, IDS, GenerationConfig(prefill_chunk_size=5, **GREEDY))
-
-
-@in_one_test("recipe", EXACT)
-def test_prompts_in_chunks_give_the_tokens_of_prompts_at_once(recipe):
-    model = ours(random_diffllama(num_key_value_heads=4))
-    model.apply_recipe(Recipe.of(**recipe))
-    assert torch.equal(asked(model, prefill_chunk_size=5), asked(model))
 
 
 def test_states_that_cannot_go_back_are_no_drafts(folders):
@@ -242,12 +217,6 @@ def test_attn_implementation_chooses_the_backend(folders, kind, tmp_path):
     refused("flash-attn runs on CUDA only", model, IDS)
     model.apply_recipe(Recipe.of(logits="6:row"))
     refused("'flash_attn' keeps logits inside", model.set_attn_implementation, "flash_attention_2")
-
-
-def test_attn_implementation_of_the_models_own_class(folders, tmp_path):
-    load(folders["unilm-v2"]).save_pretrained(tmp_path / "saved")
-    assert backends(DiffTransformer.from_pretrained(tmp_path / "saved")) == {"auto"}
-    assert backends(DiffTransformer.from_pretrained(tmp_path / "saved", attn_implementation="eager")) == {"naive"}
 
 
 def test_a_cache_may_be_brought_to_a_model_of_16_bits():

@@ -14,16 +14,10 @@ from diffquant.calib.outlier_result import LOGITS
 from diffquant.calib.outliers import measure_magnitudes
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.subject import kv_bytes_per_token
-from diffquant.model.activations import poly_norm
-from diffquant.model.cache import PackedLayer
 from diffquant.model.motif3.architecture import plain_frequencies, yarn_factor, yarn_frequencies
 from diffquant.model.motif3.attention import LatentAttention
-from diffquant.model.motif3.modeling import sinkhorn_normalize
-from diffquant.model.windowed_cache import WindowedLayer
 from tests.support.checkpoints import MOTIF3, write_random
-from tests.support.decoding import check_padding, check_pieces
 from tests.support.tables import in_one_test
-from tests.support.thorough import sampled
 
 LAYERS, STREAMS, WINDOW = MOTIF3["num_hidden_layers"], MOTIF3["mhc_expansion_rate"], MOTIF3["sliding_window"] + 1
 GROUPS, SIGNALS = MOTIF3["num_noise_heads"], 4
@@ -172,15 +166,6 @@ def test_logits_are_those_of_the_formulas(checkpoint, model):
     np.testing.assert_allclose(model(ids).logits.numpy(), wanted, rtol=0, atol=TOLERANCE)
 
 
-@in_one_test("pieces", [[1] * 19, [7, 1, 1, 9, 1], [18, 1]])
-def test_decoding_in_steps_is_reading_at_once(model, pieces):
-    check_pieces(model, random_ids(2, 19), pieces, TOLERANCE)
-
-
-def test_padding_on_either_side_and_in_between_changes_nothing(model):
-    check_padding(model, random_ids(1, 17)[0], TOLERANCE)
-
-
 def test_both_forms_of_the_latent_compute_the_same(checkpoint, monkeypatch):
     """What a step reads in the latent's space is what keys and values of each head give, rotated latents too."""
     ids, taken = random_ids(2, 19), []
@@ -208,24 +193,6 @@ def test_a_step_reads_many_tokens_in_the_latents_space(model):
     attention.logits = Recipe().logits
 
 
-def test_layers_with_a_window_hold_no_more_than_it(model):
-    cache, lengths = model.new_cache(), []
-    for part in random_ids(2, 24).split([9, 1, 1, 13], 1):
-        model(part, past_key_values=cache)
-        lengths.append([layer.get_seq_length() for layer in cache.layers])
-    assert lengths == [[whole, 2, whole, 2, whole] for whole in (9, 10, 11, 24)]
-    assert cache.get_seq_length() == 24
-
-
-def test_it_generates_greedily_what_reading_the_whole_text_each_time_gives(model):
-    ids = random_ids(2, 9)
-    made = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    text = ids
-    for _ in range(12):
-        text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(made, text)
-
-
 @in_one_test("cache", ["another's", "4-D mask"])
 def test_what_windows_of_latents_cannot_honour_is_refused(model, cache):
     ids = random_ids(1, 5)
@@ -246,58 +213,10 @@ def test_largest_logits_are_those_of_the_formulas(checkpoint, model):
     assert [layer[LOGITS].top[1] for layer in layers] == pytest.approx(formulas.largest, rel=1e-5)
 
 
-@in_one_test(("dtype", "error"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
-def test_half_types_compute_the_same_but_for_their_rounding(tmp_path, dtype, error):
-    # All experts of each token: which ones are chosen would turn on rounding.
-    write_random(tmp_path / "model", MOTIF3 | {"experts_top_k": MOTIF3["num_experts"]}, torch.float64)
-    ids = random_ids(2, 33)
-    wanted, half = load(tmp_path / "model")(ids).logits, load(tmp_path / "model", dtype=dtype)
-    cache = half.new_cache()
-    steps = torch.cat([half(part, past_key_values=cache).logits for part in ids.split([20, 1, 12], 1)], 1)
-    for logits in (half(ids).logits, steps):
-        assert logits.dtype == dtype
-        assert (logits - wanted).norm() < error * wanted.norm()
-
-
 def test_a_half_type_leaves_gates_of_streams_router_and_activations_in_float32(checkpoint):
     state = load(checkpoint[0], dtype=torch.bfloat16).state_dict()
     wide = {name for name, x in state.items() if x.dtype == torch.float32}
     assert wide == {n for n in state if any(part in n for part in ("mhc_", "router", "expert_bias", "act_fn"))}
-
-
-def test_a_saved_model_is_the_model(model, tmp_path):
-    model.save_pretrained(tmp_path / "saved")
-    again = type(model).from_pretrained(tmp_path / "saved").double()
-    assert again.model.architecture == model.model.architecture
-    ids = random_ids(1, 11)
-    for each in (again, load(tmp_path / "saved")):
-        torch.testing.assert_close(each(ids).logits, model(ids).logits, rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "schemes", sampled([{"kv": "8"}, {"k": "4:g2", "v": "4:row:rotated"}, {"kv": "8", "residual": 3}], 3)
-)
-def test_what_a_quantized_cache_forgets_no_later_token_sees(checkpoint, schemes, monkeypatch):
-    """A cache that forgets nothing gives the same: codes and scales of what stays do not change."""
-    model = load(checkpoint[0], Recipe.of(**schemes))
-    ids = random_ids(2, 21)
-
-    def decoded():
-        cache = model.new_cache()
-        return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(1, 1)], 1)
-
-    forgetting = decoded()
-    monkeypatch.setattr(WindowedLayer, "update", PackedLayer.update)
-    torch.testing.assert_close(forgetting, decoded(), rtol=0, atol=TOLERANCE)
-    assert not torch.allclose(forgetting, load(checkpoint[0])(ids).logits, rtol=0, atol=1e-3)
-
-
-@in_one_test("scheme", ["8", "4:row:rotated"])
-def test_a_quantized_latent_reads_alike_at_once_and_in_steps(checkpoint, scheme):
-    model, ids = load(checkpoint[0], Recipe.of(kv=scheme)), random_ids(2, 19)
-    cache = model.new_cache()
-    steps = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 1, 10], 1)]
-    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=0, atol=TOLERANCE)
 
 
 def test_a_cache_costs_a_latent_of_each_token_and_a_window_of_them_in_most_layers(checkpoint):
@@ -338,22 +257,3 @@ def test_yarn_is_transformers_and_the_released_models_numbers():
     known = {0: 1.0, 10: 0.05623413252, 15: 0.008286425246, 22: 1.6243898457e-4, 31: 2.0836277238e-6}
     assert [ours[j] for j in known] == pytest.approx(list(known.values()), rel=1e-9)
     assert plain_frequencies(64, 10000.0)[10] == pytest.approx(known[10])
-
-
-@in_one_test(
-    ("rounds", "wanted"),
-    [
-        (20, [[0.119205288863, 0.880799444778], [0.880794711137, 0.119200555222]]),
-        (1, [[0.220170280901, 0.939079228792], [0.779829719099, 0.060920771208]]),
-    ],
-)
-def test_rows_and_then_columns_are_divided_by_their_sums(rounds, wanted):
-    logits = torch.tensor([[0.0, 1.0], [2.0, -1.0]], dtype=torch.float64)
-    np.testing.assert_allclose(sinkhorn_normalize(logits.exp(), rounds).numpy(), wanted, rtol=0, atol=1e-12)
-
-
-def test_an_activations_weights_are_sigmoids_of_its_parameters():
-    raw, bias = torch.tensor([0.2, -0.3, 0.5], dtype=torch.float64), torch.tensor([0.125], dtype=torch.float64)
-    y = poly_norm(torch.tensor([[-1.5, -0.5, 0.0], [0.5, 1.0, 2.0]], dtype=torch.float64), raw.sigmoid(), bias)
-    wanted = [[-1.116913471993, -0.169784869332, 0.125], [0.419641624305, 0.892086152203, 2.724711199105]]
-    np.testing.assert_allclose(y.numpy(), wanted, rtol=0, atol=1e-12)

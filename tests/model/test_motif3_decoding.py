@@ -72,11 +72,7 @@ def in_chunks(model, ids, chunks, mask=None):
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        Recipe.of(),
-        Recipe.of(kv=8),
-        Recipe.of(k="8:c16:rotated", v="4:row:rotated", residual=3),
-    ],
+    [Recipe.of(), Recipe.of(kv=8), Recipe.of(k="8:c16:rotated", v="4:row:rotated", residual=3)],
     ids=["16", "8", "rotated 4"],
 )
 def test_steps_are_those_of_torch(checkpoint, recipe, kernel_calls):

@@ -11,17 +11,8 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 from diffquant import Recipe, load, quantize
 from diffquant.model.adapters import READERS, adapter_for, register
 from diffquant.quantization.inspection import inspect_checkpoint
+from tests.support.checkpoints import SIZES
 
-SIZES = {
-    "vocab_size": 90,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
 RENAMES = {".self_attn.": ".mixer.", ".mlp.gate_proj.": ".mlp.w1."}
 IDS = torch.randint(0, 90, (2, 23), generator=torch.Generator().manual_seed(0))
 
@@ -59,7 +50,7 @@ def test_it_is_inspected_quantized_and_loaded_as_the_format_it_renames(checkpoin
     torch.testing.assert_close(float32_logits(toy), float32_logits(known), rtol=0, atol=1e-12)
     for source in checkpoints:
         quantize(source, tmp_path / f"{source.name}-low", Recipe.of(weights="4:g32"))
-    assert inspect_checkpoint(tmp_path / "toy-low").packed == 2 * 7
+    assert inspect_checkpoint(tmp_path / "toy-low").packed == SIZES["num_hidden_layers"] * 7
     low = float32_logits(tmp_path / "toy-low")
     torch.testing.assert_close(low, float32_logits(tmp_path / "known-low"), rtol=0, atol=1e-12)
     assert (low - float32_logits(toy)).abs().max() > 1e-3

@@ -26,17 +26,11 @@ from diffquant.quantization.roundings.gptq.compensation import (
 from diffquant.quantization.roundings.gptq.layer_inputs import group_by_input
 from diffquant.quantization.roundings.nearest import search_scale
 from diffquant.recipe.numbers.formats import format_named
-from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 
 TOKENS, WINDOW = 256, 64
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
 
 
 def settings(**options):
@@ -230,9 +224,3 @@ def test_modules_that_read_one_input_are_found_in_the_order_of_their_run(tmp_pat
 def test_options_that_cannot_be_are_refused(rounding, message):
     with pytest.raises(UsageError, match=message):
         Recipe.of(weights="4:g32", rounding=rounding)
-
-
-def test_another_rule_takes_no_options(checkpoint, tmp_path):
-    recipe = Recipe.of(weights="4:g16", rounding={"name": "mse", "order": "activation"})
-    with pytest.raises(UsageError, match="rounding mse has no order; leave it out, or use gptq"):
-        quantize(checkpoint, tmp_path / "low", recipe)

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffquant.checkpoints import source as source_module
 from diffquant.checkpoints.compressed_tensors import weight_scale
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.grid import SweepOptions
@@ -16,7 +15,6 @@ from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings import Rounder, Rounding, register, rounding_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.rounding import RoundingSettings
-from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
 OPTIONS = SweepOptions(
@@ -50,11 +48,6 @@ def truncate():
     register(Truncate())
     yield
     del roundings.ROUNDINGS["truncate"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
 
 
 def test_a_rounding_needs_its_file_alone(truncate, checkpoint, tmp_path):
@@ -108,14 +101,6 @@ def test_a_cell_follows_the_contents_of_the_text_that_its_rounding_reads(checkpo
     assert cells == [2, 3, 3]
 
 
-def test_quantize_with_gptq_opens_its_source_once(checkpoint, tmp_path, monkeypatch):
-    open_checkpoint, opened = source_module.open_checkpoint, []
-    monkeypatch.setattr(source_module, "open_checkpoint", lambda path: opened.append(path) or open_checkpoint(path))
-    recipe = Recipe.of(weights="4:g16", rounding={"name": "gptq", "tokens": 256, "window": 64})
-    quantize(checkpoint, tmp_path / "low", recipe)
-    assert opened == [checkpoint]
-
-
 @in_one_test(
     ("rounding", "message"),
     [
@@ -137,6 +122,11 @@ def test_a_rounding_that_cannot_be_is_refused_before_anything_is_written(checkpo
     assert not (tmp_path / "low").exists()
 
 
+def test_a_name_is_taken_once():
+    with pytest.raises(UsageError, match="there is a rounding 'mse' already"):
+        register(rounding_named("mse"))
+
+
 def test_scales_that_span_rows_are_refused_before_a_text_is_read(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(type(rounding_named("gptq")), "prepare", lambda *_: pytest.fail("a text was read"))
     for rounding in ("mse", "gptq"):
@@ -144,11 +134,6 @@ def test_scales_that_span_rows_are_refused_before_a_text_is_read(checkpoint, tmp
         for verb in (lambda r: quantize(checkpoint, tmp_path / "low", r), lambda r: load(checkpoint, r)):
             with pytest.raises(UsageError, match=rf"{rounding}' rounds row by row, but .*layers\.0\.self_attn\.o_proj"):
                 verb(recipe)
-
-
-def test_a_name_is_taken_once():
-    with pytest.raises(UsageError, match="there is a rounding 'mse' already"):
-        register(rounding_named("mse"))
 
 
 def test_settings_make_the_round_trip_through_yaml(tmp_path):

@@ -109,14 +109,6 @@ def test_no_two_of_many_series_look_alike():
     assert len({tuple(series_style(number).values()) for number in range(140)}) == 140
 
 
-def test_baselines_are_shaded_and_names_stand_left():
-    rows = [["a", "x", "1"], ["b", "y", "2"]]
-    text = document(Table(["m", "n", "o"], rows, [True, False], names=2))
-    assert '<tr class="baseline"><td class="name">a</td><td class="name">x</td><td data-value="1.0">1</td></tr>' in text
-    assert '<tr><td class="name">b</td><td class="name">y</td><td data-value="2.0">2</td></tr>' in text
-    assert '<th class="name"><button type="button">m</button></th>' in text
-
-
 @in_one_test(
     ("text", "value"),
     [
@@ -141,7 +133,3 @@ def test_a_cell_sorts_by_the_number_that_it_begins_with(text, value):
 @in_one_test(("rows", "has_filter"), [(1, False), (12, False), (13, True)])
 def test_a_table_of_more_than_a_dozen_rows_has_a_field_that_filters_them(rows, has_filter):
     assert ("input" in Tags(document(Table(["a"], [["1"]] * rows))).tags) == has_filter
-
-
-def test_a_page_ends_with_a_line_feed():
-    assert document("text").endswith("</html>\n")

@@ -41,14 +41,6 @@ def test_a_picture_without_data_is_left_out_and_an_earlier_one_goes(tmp_path):
 
 
 def test_settings_are_words_and_what_is_empty_is_left_out():
-    values = {
-        "a": None,
-        "b": "",
-        "c": [],
-        "d": (),
-        "e": False,
-        "f": 0,
-        "g": {"name": "x", "k": 1, "l": None},
-        "h": [1, 2],
-    }
+    values = {"a": None, "b": "", "c": [], "d": (), "e": False, "f": 0, "g": {"name": "x", "k": 1, "l": None}}
+    values["h"] = [1, 2]
     assert format_settings(values) == {"e": "no", "f": "0", "g": "k 1", "h": "1, 2"}

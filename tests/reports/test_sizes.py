@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from diffquant.reports.plots import set_log_scale, style_axis
+from diffquant.reports.plots import set_log_scale
 from diffquant.reports.tables import bytes_at_16_bits, compare_size, stored_bits_per_weight
 from tests.support.tables import in_one_test
 
@@ -44,11 +44,3 @@ def test_ticks_are_written_out_and_closer_where_an_axis_spans_little(limits, tic
     ]
     assert shown == ticks
     assert len(axis.yaxis.get_minorticklocs()) == 0
-
-
-def test_a_tidy_plot_has_no_frame_on_its_right_and_above():
-    axis = Figure().subplots()
-    style_axis(axis)
-    assert {side: axis.spines[side].get_visible() for side in ("top", "right", "left", "bottom")} == {
-        "top": False, "right": False, "left": True, "bottom": True
-    }  # fmt: skip

@@ -14,11 +14,6 @@ def test_names_stand_left_and_numbers_right():
     ]
 
 
-def test_more_columns_of_names_and_no_lines():
-    assert align_columns(["a", "b", "c"], [["x", "y", "100"]], names=2)[0] == "a  b    c"
-    assert align_columns(["a", "b"], []) == ["a  b", "-  -"]
-
-
 def test_a_markdown_table_has_a_rule_below_its_head():
     assert markdown(["a", "b"], [["x", "1"]]) == ["| a | b |", "| --- | --- |", "| x | 1 |"]
 

@@ -11,13 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from diffquant import data
 from diffquant.errors import UsageError
-from diffquant.measure.language_model import LanguageModel, ModelOutputs, RequestEncoder
+from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.protocols import needle
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from examples.shots import protocol
-from examples.shots.constrained import choose
 from examples.shots.labelled import Dataset, Example
 from examples.shots.protocol import ManyShotPlan, demonstrations, evaluate_many_shot, prompt
 from tests.support import tiny_lm
@@ -54,11 +53,7 @@ def llama_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-TOKENIZERS = {
-    "plain": tiny_lm.tokenizer,
-    "bos": lambda: tiny_lm.tokenizer(adds_bos=True),
-    "llama": llama_tokenizer,
-}
+TOKENIZERS = {"plain": tiny_lm.tokenizer, "bos": lambda: tiny_lm.tokenizer(adds_bos=True), "llama": llama_tokenizer}
 
 
 def whole_text(shown, text):
@@ -178,42 +173,6 @@ def test_choices_are_those_of_full_passes_over_each_sequence_alone(diff_v2, reci
         )
         assert outcome.choices == [chosen]
     assert len(set(chosen)) > 1
-
-
-class Favouring(LanguageModel):
-    """A model that likes two tokens wherever it is: the one given best, then 7."""
-
-    device = torch.device("cpu")
-    recipe = Recipe()
-    max_length = 64
-    vocabulary_size = 500
-
-    def __init__(self, token):
-        self.liked = torch.zeros(500)
-        self.liked[token] = 1.0
-        self.liked[7] += 0.5
-
-    def new_cache(self):
-        return self
-
-    def branch(self):
-        return self
-
-    def select_sequences(self, indices):
-        pass
-
-    def compute_outputs(self, ids, mask=None, cache=None):
-        return ModelOutputs(self.liked.expand(*ids.shape, -1))
-
-    def generate(self, *arguments):
-        raise NotImplementedError
-
-
-@in_one_test(("token", "label"), [(9, 0), (8, 1)])
-def test_of_one_label_that_begins_another_either_can_be_chosen(token, label):
-    # The first token is that of the two labels, whatever else is favoured.
-    labels = [(7, 9), (7, 8, 9), (5, 9)]
-    assert choose(Favouring(token), [1], [[2], [3, 4]], labels) == [label, label]
 
 
 def test_all_is_as_many_as_fit_and_no_more():

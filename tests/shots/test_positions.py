@@ -20,7 +20,6 @@ from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import make_tasks, task_class_named
 from diffquant.measure.torch_model import TorchModel
 from examples.shots.nll import POSITIONS, cumulative_means, find_repeated_bigrams, position_panels, score_positions
-from examples.shots.panels import panels
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
@@ -139,9 +138,3 @@ def test_what_gained_much_is_not_said_to_have_changed_least():
     (sentence,) = summarize_findings(SweepResult(cells, {}))
     assert sentence.startswith("nll: the smallest change is that of transformer at logits 8:row")
     assert "the largest that of transformer at logits 4:row" in sentence
-
-
-def test_lines_without_a_title_are_in_every_panel():
-    assert panels([(None, "16"), ("keys", "4"), ("values", "3")]) == {"keys": ["16", "4"], "values": ["16", "3"]}
-    assert panels([(None, "16")]) == {"16 bits": ["16"]}
-    assert panels([]) == {}

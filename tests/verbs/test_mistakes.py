@@ -13,7 +13,6 @@ from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.measure.sweep.outputs import sweep_files
 from diffquant.onnx.files import check_exported
-from diffquant.quantization.checks import _misfit_problem
 from diffquant.support.machine import limit_spinning
 from tests.support.checkpoints import write_diffllama
 from tests.support.tables import in_one_test
@@ -83,11 +82,6 @@ def test_what_is_no_export_hears_what_it_is(checkpoint, tmp_path):
     check_exported(tmp_path)
 
 
-def test_verify_with_its_arguments_exchanged_speaks_of_the_first(checkpoint, tmp_path):
-    with pytest.raises(CheckpointError, match=f"{checkpoint.name} is a checkpoint, not an export"):
-        diffquant.verify(checkpoint, tmp_path)
-
-
 def test_models_are_compared_by_fidelity(checkpoint):
     with pytest.raises(UsageError, match=r"is a model: .*`diffquant fidelity` compares"):
         diffquant.compare(checkpoint, checkpoint)
@@ -149,22 +143,6 @@ def test_a_file_in_the_outputs_place_is_never_offered_to_be_overwritten(checkpoi
     assert (tmp_path / "out").read_text() == "mine"
 
 
-@in_one_test(
-    ("widths", "sizes"), [((128, 344), "use g8 or row,"), ((64, 96), "use g16, g32 or row,"), ((5, 7), "use row,")]
-)
-def test_a_group_that_does_not_fit_hears_sizes_that_do(widths, sizes):
-    shapes = {f"layers.{width}": (4, width) for width in widths}
-    assert sizes in _misfit_problem(31, shapes)
-    assert sizes.replace("use", "fp7 has no other size, so use integers with") in _misfit_problem(31, shapes, "fp7")
-
-
-@in_one_test(("content", "hint"), [(b"\x80\x81", "not UTF-8 text.*convert it"), (b" \n\n", "is empty; give a file")])
-def test_a_text_that_is_none_is_named(checkpoint, tmp_path, content, hint):
-    (tmp_path / "text.txt").write_bytes(content)
-    with pytest.raises(UsageError, match=hint):
-        diffquant.evaluate(checkpoint, "perplexity", text=tmp_path / "text.txt")
-
-
 @in_one_test("memory", ["24", 24, "lots", "-3G", "0", "24 Q", "24KG"])
 def test_a_memory_without_its_unit_is_no_number_of_bytes(checkpoint, memory):
     with pytest.raises(UsageError, match="takes a size such as 24G"):
@@ -210,6 +188,8 @@ WRONG = [
     ("generate", ("SRC", "hi"), {"max_new_tokens": "x"}, "max_new_tokens is 'x'; it must be a whole number"),
     ("generate", ("SRC", "hi"), {"temperature": -1}, "temperature must be 0 or more, got -1"),
     ("generate", ("SRC", "hi"), {"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+    ("load", ("SRC",), {"dtype": torch.int8}, "a model cannot run in torch.int8"),
+    ("load", ("SRC",), {"dtype": "bf16"}, "unknown dtype 'bf16'"),
     ("verify", ("out",), {}, "verify: missing a required argument: 'model'"),
     ("verify", ("out", "SRC"), {"tolerance": "low"}, "tolerance is 'low'; it must be a number"),
     ("run", ("out", "hi"), {"max_new_tokens": -1}, "max_new_tokens must be 1 or more"),

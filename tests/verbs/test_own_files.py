@@ -24,16 +24,13 @@ FOLDERS = {
         "convert": "convert LLAMA --to diff-v2",
         "export": "export MODEL",
         "search": "search MODEL --budget 6 --windows 1 --window 32 --characters 400 --bits 8,4 --granularity row",
-        "sweep": "sweep MODEL --task perplexity,nll --bits 4 --characters 400 --window 32 --stride 32",
+        "sweep": "sweep MODEL --task perplexity --bits 4 --characters 400 --window 32 --stride 32",
         "outliers": "outliers MODEL --tokens 128 --window 64",
         "bench": "bench attention",
         "fidelity": "fidelity MODEL MODEL --characters 400 --context 16",
     }.items()
 }
-FILES = {
-    "calibrate": ("calibrate", "MODEL", "--tokens", "256", "--window", "64"),
-    "report": ("report", "RUNS"),
-}
+FILES = {"calibrate": ("calibrate", "MODEL", "--tokens", "256", "--window", "64"), "report": ("report", "RUNS")}
 # The demo is a chain of verbs, and writes the recipes that it sweeps.
 CHAINS = {"demo"}
 READS_ONLY = {"plan", "eval", "compare", "generate", "serve", "verify", "run", "inspect", "doctor"}

@@ -2,10 +2,7 @@
 
 from html.parser import HTMLParser
 
-import pytest
-
 import diffquant
-from diffquant.errors import UsageError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_lm import write_diff_v2
 
@@ -54,10 +51,3 @@ def test_a_sweep_shows_its_table_and_its_plot(tmp_path):
     picture = sweep.plot(tmp_path / "plot.svg")
     assert picture._repr_png_().startswith(b"\x89PNG")
     assert (tmp_path / "plot.svg").read_text().lstrip().startswith("<?xml")
-
-
-def test_a_sweep_without_a_quantized_cell_has_nothing_to_draw(tmp_path):
-    model = write_diff_v2(tmp_path / "model")
-    sweep = diffquant.sweep(model, tmp_path / "out", tasks="perplexity", bits=16, characters=400)
-    with pytest.raises(UsageError, match="nothing to plot"):
-        sweep.plot()

@@ -23,28 +23,27 @@ def result(run, kl=0.04, **changed):
     """A raw result whose KL is `kl` under every scheme, in unequal passages."""
     passages = [kl * weight for weight in (0.5, 1.0, 1.5)]
     errors = {scheme: {"variance": [kl]} for scheme in SCHEMES}
-    return {
-        "run": run,
-        **{
-            "arithmetic": "bf16",
-            "size": "1.25M",
-            "parameters": 1.25e6,
-            "steps": 1800,
+    trained = {"arithmetic": "bf16", "size": "1.25M", "parameters": 1.25e6, "steps": 1800}
+    return (
+        trained
+        | {
+            "run": run,
             "training_text": {"sha256": "a"},
-        },
-        "environment": {"commit": "c"},
-        "validation": {"nll": 4.0, "perplexity": 54.6},
-        "books": {
-            "reading": {"text": "b", "windows": 1},
-            "kl": dict.fromkeys(SCHEMES, passages),
-            "kl_of_steps": {f"{step:g}": [step**2 * each for each in passages] for step in STEPS},
-            "kl_of_qk": dict.fromkeys(OPERANDS, passages),
-            "kl_of_formats": dict.fromkeys(FORMATS, passages),
-            "layers": [{"sensitivity": {"first": 1.0}, "errors": errors}],
-        },
-        "web": {"kl": dict.fromkeys(SCHEMES, passages)},
-        "outliers": {"overall": MAGNITUDES, "layers": [MAGNITUDES]},
-    } | changed
+            "environment": {"commit": "c"},
+            "validation": {"nll": 4.0, "perplexity": 54.6},
+            "books": {
+                "reading": {"text": "b", "windows": 1},
+                "kl": dict.fromkeys(SCHEMES, passages),
+                "kl_of_steps": {f"{step:g}": [step**2 * each for each in passages] for step in STEPS},
+                "kl_of_qk": dict.fromkeys(OPERANDS, passages),
+                "kl_of_formats": dict.fromkeys(FORMATS, passages),
+                "layers": [{"sensitivity": {"first": 1.0}, "errors": errors}],
+            },
+            "web": {"kl": dict.fromkeys(SCHEMES, passages)},
+            "outliers": {"overall": MAGNITUDES, "layers": [MAGNITUDES]},
+        }
+        | changed
+    )
 
 
 def second_stage():

@@ -183,13 +183,8 @@ def test_every_passage_of_every_kind_is_scored(tmp_path):
     for kind in ("gated", "diff-v2-equalized"):
         model = run.new_model(Run("x", kind, "1.25M", 4, "4e-3", 100, "bf16"), len(tokenizer))
         found = scoring.scores(model, tokenizer)
-        for part in (
-            found["books"]["kl"],
-            found["books"]["kl_of_qk"],
-            found["books"]["kl_of_formats"],
-            found["books"]["kl_of_steps"],
-            found["web"]["kl"],
-        ):
+        names = ("kl", "kl_of_qk", "kl_of_formats", "kl_of_steps")
+        for part in (*(found["books"][name] for name in names), found["web"]["kl"]):
             assert all(len(values) == 3 and min(values) > 0 for values in part.values())
         assert found["outliers"]["overall"]["logits"]["top"][1] > 0
 

@@ -41,19 +41,11 @@ MANY_READINGS = [Reading(torch.randint(0, 400, (48, 30), generator=torch.Generat
 
 def random_model(kind, seed=0):
     torch.manual_seed(seed)
+    sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
     config = DiffTransformerConfig(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        spec=SPECS[kind].to_dict(),
+        **sizes, initializer_range=0.3, rope_parameters=rope, tie_word_embeddings=True, spec=SPECS[kind].to_dict()
     )
     return DiffTransformer(config).eval()
 

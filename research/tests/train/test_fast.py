@@ -27,12 +27,6 @@ ALL_KINDS = (*KINDS, *CONTROLS, GATED, NO_NORM)
 needs_bf16 = pytest.mark.skipif(not is_supported(), reason="this processor has neither AVX-512 BF16 nor AVX2")
 
 
-@pytest.fixture(autouse=True)
-def _gradients():
-    with torch.enable_grad():
-        yield
-
-
 def model_of(kind, sizes, vocabulary=320):
     torch.manual_seed(3)
     model = DiffTransformer(matched(kind, sizes, vocabulary))

@@ -15,7 +15,6 @@ from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError,
 from diffquant.measure.scoring import next_token_kl
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.conversion import convert
-from diffquant.support.program import exit_codes
 from research.train import deltas, starts
 from research.train import pairs as program
 from research.train.distil import Continuation, Objective
@@ -30,12 +29,6 @@ from tests.support.thorough import sampled, thorough
 SCHEDULE = Schedule(steps=8, warmup=2, tokens=96, lengths=((0.0, 32),), rate=1e-2, accumulate=2, decay=0.0)
 SETTINGS = PairsSettings(SCHEDULE, 0.05, {"diff-v1": 0.3}, "4:g32", heldout=1500, calibration=128, every=3)
 LIMIT = Limit(minutes=5)
-
-
-@pytest.fixture(autouse=True)
-def _gradients():
-    with torch.enable_grad():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +185,9 @@ def test_a_continuation_interrupted_and_resumed_ends_bit_identical(original, ids
         assert torch.equal(weight, resumed.trained[name]), name
 
 
-def test_a_run_killed_in_the_second_model_goes_on_to_the_same_deltas(run, base, text, tmp_path, monkeypatch):
+def test_a_run_killed_in_the_second_model_goes_on_to_the_same_deltas_and_is_read_then(
+    run, base, text, tmp_path, monkeypatch
+):
     folder, results = run
     read, batches = TokenWindows.batch, []
 
@@ -210,6 +205,9 @@ def test_a_run_killed_in_the_second_model_goes_on_to_the_same_deltas(run, base, 
     tokens = (tmp_path / "run" / TOKENS).stat()
     assert program.train(SETTINGS, base, text, tmp_path / "run", LIMIT) == results
     assert (tmp_path / "run" / TOKENS).stat().st_mtime_ns == tokens.st_mtime_ns
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "Trio", None)
+        assert program.train(SETTINGS, base, text, tmp_path / "run", LIMIT) == results
     for kind in KINDS:
         a, b = (deltas.read_delta(place / kind / DELTA) for place in (folder, tmp_path / "run"))
         assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
@@ -259,12 +257,6 @@ def test_all_models_read_the_same_tokens_and_learn(run):
     assert "diff-v1" in program.results_table(results)
 
 
-def test_finished_runs_answer_from_their_results(run, base, text, monkeypatch):
-    folder, results = run
-    monkeypatch.setattr(program, "Trio", None)
-    assert program.train(SETTINGS, base, text, folder, LIMIT) == results
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("bits", "tolerance"), [("8:g32", 0.0045), ("4:g32", 0.08)])
 def test_a_delta_makes_the_trained_model_within_half_a_step(original, ids, kind, bits, tolerance):
@@ -303,11 +295,10 @@ def test_apply_refuses_another_base_and_what_is_no_delta(run, base, tmp_path):
     other = tiny_lm.write_llama(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="trained on another base"):
         program.apply(folder / "diff-v2" / DELTA, other, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds no delta"):
-        program.apply(base / "model.safetensors", base, tmp_path / "out")
     (tmp_path / "broken").write_text("no")
-    with pytest.raises(CheckpointError, match="cannot read a delta"):
-        program.apply(tmp_path / "broken", base, tmp_path / "out")
+    for file, message in ((base / "model.safetensors", "holds no delta"), (tmp_path / "broken", "cannot read a delta")):
+        with pytest.raises(CheckpointError, match=message):
+            program.apply(file, base, tmp_path / "out")
     delta = deltas.read_delta(folder / "diff-v2" / DELTA)
     less = {name: tensor for name, tensor in delta.tensors.items() if "layers.1.self_attn.lambda" not in name}
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.lambda_proj\.weight"):
@@ -315,45 +306,22 @@ def test_apply_refuses_another_base_and_what_is_no_delta(run, base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_line_applies_and_says_what_is_wrong(run, base, tmp_path, monkeypatch, capsys):
-    folder, _ = run
-    arguments = ["pairs.py", "apply", str(folder / "diff-v1" / DELTA), str(base), str(tmp_path / "v1")]
-    monkeypatch.setattr("sys.argv", arguments)
-    with pytest.raises(SystemExit) as stopped, exit_codes():
-        program.commands()
-    assert not stopped.value.code
-    assert "DIFF V1" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped, exit_codes():
-        program.commands()
-    assert stopped.value.code == OutputExistsError.exit_code
-    assert "exists; choose another output" in capsys.readouterr().err
-
-
 def test_a_folder_of_another_run_and_bad_inputs_are_refused_before_any_work(run, base, text, tmp_path):
-    folder, _ = run
-
-    def start(settings=SETTINGS, base=base, text=text, output=tmp_path / "run", limit=LIMIT, device="cpu"):
-        program.train(settings, base, text, output, limit, device)
-
-    with pytest.raises(UsageError, match="another output"):
-        start(replace(SETTINGS, perturbation=0.1), output=folder)
-    with pytest.raises(OutputExistsError, match="no training run"):
-        start(output=base)
-    with pytest.raises(UsageError, match="cannot read text"):
-        start(text=tmp_path / "absent.txt")
-    with pytest.raises(UsageError, match="unknown kinds v1"):
-        start(replace(SETTINGS, distil={"v1": 0.1}))
-    with pytest.raises(UsageError, match="fewer than a window of 32"):
-        start(replace(SETTINGS, heldout=19990))
-    for delta in ("16", "4:c8"):
-        with pytest.raises(UsageError, match=r"delta 16|column|c8"):
-            start(replace(SETTINGS, delta=delta))
-    with pytest.raises(GroupSizeError, match=r"diff-v1: .*q_proj.weight \[64, 32\]"):
-        start(replace(SETTINGS, delta="4:g48"))
-    with pytest.raises(UsageError, match="give a Transformer"):
-        start(base=tiny_lm.write_diff_v2(tmp_path / "v2"))
-    with pytest.raises(UsageError, match="cuda"):
-        start(device="cuda")
+    given = {"settings": SETTINGS, "base": base, "text": text, "output": tmp_path / "run", "limit": LIMIT}
+    for changed, error, message in (
+        ({"settings": replace(SETTINGS, perturbation=0.1), "output": run[0]}, UsageError, "another output"),
+        ({"output": base}, OutputExistsError, "no training run"),
+        ({"text": tmp_path / "absent.txt"}, UsageError, "cannot read text"),
+        ({"settings": replace(SETTINGS, distil={"v1": 0.1})}, UsageError, "unknown kinds v1"),
+        ({"settings": replace(SETTINGS, heldout=19990)}, UsageError, "fewer than a window of 32"),
+        ({"settings": replace(SETTINGS, delta="16")}, UsageError, "delta 16"),
+        ({"settings": replace(SETTINGS, delta="4:c8")}, UsageError, "column|c8"),
+        ({"settings": replace(SETTINGS, delta="4:g48")}, GroupSizeError, r"diff-v1: .*q_proj.weight \[64, 32\]"),
+        ({"base": tiny_lm.write_diff_v2(tmp_path / "v2")}, UsageError, "give a Transformer"),
+        ({"device": "cuda"}, UsageError, "cuda"),
+    ):
+        with pytest.raises(error, match=message):
+            program.train(**given | changed)
     assert not (tmp_path / "run").exists()
 
 

@@ -16,26 +16,14 @@ from research.train.settings import Schedule, Settings, Sizes
 from research.train.solved_report import report, share_solved, solved_summary
 from research.train.train import new_model
 
-DATA = {
-    "frequent": 1500,
-    "most_words": 16,
-    "needles": [1, 2, 4],
-    "brief": 64,
-    "growth": [10, 10**6, 10**6 + 1],
-    "prose": 0.1,
-}
+DATA = {"frequent": 1500, "most_words": 16, "needles": [1, 2, 4], "brief": 64, "prose": 0.1}
+DATA["growth"] = [10, 10**6, 10**6 + 1]
 SETTINGS = Settings(
     "needle",
     Sizes(hidden=32, layers=1, heads=4, head_dim=8, inner=80, context=128, init=0.1, bias=True, theta=10000.0),
     Schedule(steps=100, warmup=3, tokens=64, lengths=((0.0, 32),), rate=3e-3, final=1.0),
     DATA,
 )
-
-
-@pytest.fixture(autouse=True)
-def _gradients():
-    with torch.enable_grad():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +105,10 @@ def test_a_schedule_that_its_number_of_steps_decides_is_refused(change, tmp_path
 
 
 def invented(kind, *solved_at, limit=100):
-    return [
-        {
-            "kind": kind,
-            "evaluations": [
-                {"step": 50, "retrieved": {"2": 0.5, "4": 0.2}},
-                {"step": limit, "retrieved": {"2": 0.9, "4": 0.9}},
-            ],
-            "solved": {"2": step, "4": step},
-        }
-        for step in solved_at
+    evaluations = [
+        {"step": step, "retrieved": {"2": two, "4": four}} for step, two, four in ((50, 0.5, 0.2), (limit, 0.9, 0.9))
     ]
+    return [{"kind": kind, "evaluations": evaluations, "solved": {"2": step, "4": step}} for step in solved_at]
 
 
 def test_the_median_counts_runs_that_were_not_solved(tmp_path, capsys):

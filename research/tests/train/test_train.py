@@ -27,12 +27,6 @@ PROSE = {"vocabulary": 300, "sample": 20000}
 SETTINGS = Settings("prose", SIZES, SCHEDULE, PROSE)
 
 
-@pytest.fixture(autouse=True)
-def _gradients():
-    with torch.enable_grad():
-        yield
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     file = tmp_path_factory.mktemp("text") / "books.txt"
