@@ -44,7 +44,8 @@ def prompt_of(generation, width, length, mask=None):
     shape = torch.Size((1, 2, length, width * (1 if is_v2 else 2)))
     maps = [torch.empty(1, 2, length, width, device="meta", dtype=torch.float16)] * 2
     call = {"maps": 2, "signals_per_noise": 1, "has_quantized_maps": False, "shares_keys": is_v2, "q": maps, "k": maps}
-    call |= {"v": SimpleNamespace(shape=shape, element_size=lambda: 2, **on_gpu), "query_count": length, "key_count": length}
+    call |= {"v": SimpleNamespace(shape=shape, element_size=lambda: 2, **on_gpu)}
+    call |= {"query_count": length, "key_count": length}
     return SimpleNamespace(**call, mask=mask or Mask(), qk=SimpleNamespace(quantizes=False))
 
 

@@ -24,7 +24,7 @@ from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.onnx.verification import passages, rounding
 from diffquant.onnx.verification.caches import WHOLE, read_cache_scales
 from diffquant.onnx.verification.errors import StageErrors, StageNoise, compute_stage_errors, relative_rms
-from diffquant.onnx.verification.passages import run_far_tokens
+from diffquant.onnx.verification.passages import list_past_lengths, run_far_tokens
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import Measure, measure_stages, worst_measure
 from diffquant.onnx.verification.rounding import (
@@ -34,7 +34,7 @@ from diffquant.onnx.verification.rounding import (
     round_by_block,
     round_by_row,
 )
-from diffquant.onnx.verification.routes import PREFILL, prefill, run_last_positions
+from diffquant.onnx.verification.routes import PREFILL, iterate_routes, prefill, run_last_positions
 from diffquant.onnx.verification.tokens import compare_tokens, has_lower_agreement
 from diffquant.onnx.verifier import rope_error_ratio
 from tests.support.checkpoints import write_checkpoint
@@ -157,8 +157,9 @@ def test_values_of_8_bit_codes_are_multiplied_as_the_codes_are(made, monkeypatch
 
 def test_factors_of_a_disturbance_are_normal_in_each_row_and_each_column():
     disturbance = NoiseSource()
-    first, second = (((disturbance.add_noise(torch.ones(3, 100, 2000), 2.0**-10) - 1) * 2.0**10).numpy() for _ in range(2))
-    again = (NoiseSource().add_noise(torch.ones(3, 100, 2000), 2.0**-10) - 1) * 2.0**10
+    ones = torch.ones(3, 100, 2000)
+    first, second = (((disturbance.add_noise(ones, 2.0**-10) - 1) * 2.0**10).numpy() for _ in range(2))
+    again = (NoiseSource().add_noise(ones, 2.0**-10) - 1) * 2.0**10
     np.testing.assert_array_equal(again.numpy(), first)
     for axes in ((0, 1), (2,)):
         # Five standard errors of a mean and of a deviation.

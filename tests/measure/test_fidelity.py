@@ -265,7 +265,8 @@ def test_tokens_that_a_vocabulary_does_not_have_are_refused():
     whole, more = random_logs(3, 7).float(), random_logs(3, 9).float()
     for other in (Distributions(more), Distributions(torch.full((3, 1), -1.0), torch.full((3, 1), 8), 1)):
         with pytest.raises(UsageError, match="a has a vocabulary of 7 tokens, and b"):
-            compare_distributions(side("a", Distributions(whole)), side("b", other), torch.arange(8)[None] % 7, report_nothing)
+            sides = side("a", Distributions(whole)), side("b", other)
+            compare_distributions(*sides, torch.arange(8)[None] % 7, report_nothing)
 
 
 def test_a_server_that_refuses_or_is_not_there_is_told_of(reference, candidate, serve):

@@ -9,7 +9,7 @@ from diffquant import data
 from diffquant.checkpoints.texts import load_text
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.measure import scoring
-from diffquant.measure.tasks.perplexity import compute_reference, compute_perplexity
+from diffquant.measure.tasks.perplexity import compute_perplexity, compute_reference
 from diffquant.measure.torch_model import TorchModel
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test

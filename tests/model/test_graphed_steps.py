@@ -463,8 +463,7 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
             held = store.keys.tensors, store.values.tensors, store.progress
             bits = recipe.k.bits, store.keys.tokens_per_scale, recipe.v.bits, recipe.residual
             append._launch(k, k, *held, *bits)
-            decode._launch([q], *held, None, starts, starts + 128, None, *bits, False, None, 0.125, False,
-                0.0, 1.0)
+            decode._launch([q], *held, None, starts, starts + 128, None, *bits, False, None, 0.125, False, 0.0, 1.0)
         store.length += 1
         operations.append(reads.names)
     assert operations[0] == operations[1] == operations[2]

@@ -9,7 +9,7 @@ from scipy.linalg import hadamard
 from diffquant import Recipe, load, quantize
 from diffquant.errors import UsageError
 from diffquant.model.walk import CAUSAL
-from diffquant.recipe.numbers.simulation import rotation
+from diffquant.recipe.numbers.simulation import make_rotation_matrix
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
