@@ -7,7 +7,7 @@ import pytest
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
-from diffquant.onnx.graph.body import body
+from diffquant.onnx.graph.body import make_function_body
 from diffquant.onnx.graph.op import AttentionAttributes
 from diffquant.onnx.graph.ops import (
     causal_convolution_function,
@@ -35,7 +35,7 @@ SCHEMAS = {
 
 
 FUNCTIONS = {
-    "DifferentialAttention": lambda: body("pure", AttentionAttributes(2, 1, 2, 0.5), 8, 23, True),
+    "DifferentialAttention": lambda: make_function_body("pure", AttentionAttributes(2, 1, 2, 0.5), 8, 23, True),
     "QuantizedAttention": lambda: quantized_attention_function(23, 8, True),
     "MatMulNBits": lambda: matmul_function(23),
     "CausalConvolution": lambda: causal_convolution_function(4, 23),

@@ -130,7 +130,7 @@ def test_a_query_sees_the_newest_keys_that_are_no_padding(window, length):
         assert bool(seen[row, 0, query, key]) == wanted, (row, query, key)
         if row == 2:
             assert (unpadded is None or bool(unpadded[0, 0, query, key])) == wanted, (query, key)
-    parts = [padded.visible(slice(i, i + 1), length, keys, torch.device("cpu")) for i in range(length)]
+    parts = [padded.dense_rows(slice(i, i + 1), length, keys, torch.device("cpu")) for i in range(length)]
     assert torch.equal(torch.cat(parts, 2), seen)
 
 
@@ -142,9 +142,9 @@ def test_keys_that_are_not_needed_are_seen_by_no_later_query(window):
         later = torch.cat([rows, torch.ones(len(rows), 1, dtype=torch.bool)], 1)
         seen = Mask(later, window).dense(1, keys + 1, torch.device("cpu"))[:, 0, 0, :-1].any(0)
         oldest_seen = int(seen.int().argmax()) if seen.any() else keys
-        needed = Mask(rows, window).needed_keys(keys)
+        needed = Mask(rows, window).count_needed_keys(keys)
         assert needed == (keys if window is None else keys - oldest_seen)
-    assert Mask(None, window).needed_keys(keys) == (keys if window is None else min(keys, window - 1))
+    assert Mask(None, window).count_needed_keys(keys) == (keys if window is None else min(keys, window - 1))
 
 
 @pytest.mark.parametrize("logits", ["16", "6:row", "4:tensor"])
@@ -191,7 +191,7 @@ def test_no_query_sees_a_key_beyond_its_reach_and_the_last_sees_up_to_it(length,
     mask = Mask(valid)
     for start, stop in product(range(length), range(1, length + 1)):
         if start < stop:
-            seen = mask.visible(slice(start, stop), length, keys, torch.device("cpu"))
+            seen = mask.dense_rows(slice(start, stop), length, keys, torch.device("cpu"))
             reach = mask.visible_end(slice(start, stop), length, keys)
             seen = torch.ones(keys, dtype=torch.bool) if seen is None else seen.any(-2).flatten()
             assert reach >= 1

@@ -264,8 +264,8 @@ def test_tokens_that_a_vocabulary_does_not_have_are_refused():
 
     whole, more = random_logs(3, 7).float(), random_logs(3, 9).float()
     for other in (Distributions(more), Distributions(torch.full((3, 1), -1.0), torch.full((3, 1), 8), 1)):
+        sides = side("a", Distributions(whole)), side("b", other)
         with pytest.raises(UsageError, match="a has a vocabulary of 7 tokens, and b"):
-            sides = side("a", Distributions(whole)), side("b", other)
             compare_distributions(*sides, torch.arange(8)[None] % 7, report_nothing)
 
 

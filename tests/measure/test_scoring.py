@@ -14,12 +14,11 @@ from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.tokens import max_length
 from diffquant.errors import DiffQuantError, NonFiniteError, UsageError
 from diffquant.measure import can_pad_left, can_share_prefixes, scoring
-from diffquant.measure.fidelity.sides import Model
+from diffquant.measure.fidelity.sides import LocalModel
 from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.protocols import hellaswag
-from diffquant.measure.scoring import score, split_into_runs
+from diffquant.measure.scoring import score, split_into_passes
 from diffquant.measure.tasks import perplexity
-from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from examples.shots.nll import score_positions
@@ -229,7 +228,7 @@ def test_no_other_cut_within_the_budget_costs_less(lengths, budget, cached, pass
     def fits(run):
         return len(run) == 1 or len(run) * (lengths[run.start] + cached) <= budget
 
-    runs = split_into_runs(lengths, budget, cached, pass_cost)
+    runs = split_into_passes(lengths, budget, cached, pass_cost)
     assert [index for run in runs for index in run] == list(range(len(lengths)))
     assert all(map(fits, runs))
     others = (
@@ -263,14 +262,18 @@ def model(folder):
 
 
 READERS = {
-    "perplexity": lambda model: perplexity.score_text(model, TEXT, 64, 32),
+    "perplexity": lambda model: perplexity.compute_perplexity(model, TEXT, 64, 32),
     "its reference": lambda model: perplexity.compute_reference(model, TEXT, 64, 32),
     "nll by position": lambda model: score_positions(model, TEXT, 64),
-    "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("It was", f" the {WORD}"),
-    "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).request("", WORD),
-    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary).encode(TEXT),
-    "fidelity": lambda model: Model("model", model, {}).tokens(TEXT),
-    "another's tokens": lambda model: Model("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
+    "a request": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode_request(
+        "It was", f" the {WORD}"
+    ),
+    "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode_request(
+        "", WORD
+    ),
+    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode(TEXT),
+    "fidelity": lambda model: LocalModel("model", model, {}).tokens(TEXT),
+    "another's tokens": lambda model: LocalModel("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
 }
 
 

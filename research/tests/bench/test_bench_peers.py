@@ -3,7 +3,7 @@
 import pytest
 
 from diffquant.benchmarks import linears
-from diffquant.benchmarks.contest import Contest
+from diffquant.benchmarks.contest import PeerComparison
 from diffquant.benchmarks.workloads import Model, Workload
 from research.bench import peers
 from tests.support.tables import in_one_test
@@ -16,7 +16,7 @@ WORKS = [Workload(V1, 24, 24, 2, "float32"), Workload(V2, 24, 24, 2, "float32"),
 @pytest.mark.parametrize("work", WORKS, ids=["v1", "v2", "v1 bf16"])
 def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(work):
     names = [name for name in peers.PEERS if "DiffLlama" in name or "Flex" in name]
-    cells = [cell for cell in Contest("attention", "cpu", 1, tuple(names))._times(work) if cell.path in names]
+    cells = [cell for cell in PeerComparison("attention", "cpu", 1, tuple(names))._times(work) if cell.path in names]
     assert len(cells) == len(names) == 3
     for cell in cells:
         if cell.values:

@@ -22,7 +22,7 @@ from diffquant.benchmarks.workloads import Model
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.onnx.native import attention_instruction_set, library_path, matmul_calls, matmul_instruction_set
+from diffquant.onnx.native import attention_instruction_set, count_matmul_calls, library_path, matmul_instruction_set
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
@@ -349,10 +349,10 @@ def test_products_are_timed_in_turns_and_the_library_computes_its_own(monkeypatc
     monkeypatch.setitem(products.SHAPES, "tiny", (96, 40))
     monkeypatch.setattr(products, "_COLD_BYTES", 20_000)
     product = products.Product("tiny", 3, 4, 32)
-    calls = matmul_calls()
+    calls = count_matmul_calls()
     times = products.measure(product, [name], 1, 2)
     assert product.matrices == 11
-    assert matmul_calls() == calls + 2 * 2 * 11
+    assert count_matmul_calls() == calls + 2 * 2 * 11
     assert list(times) == [products.STOCK, name]
     assert [len(turns) for turns in times.values()] == [2, 2]
     assert products.ratios({products.STOCK: [3.0, 9.0, 4.0], name: [2.0, 1.0, 5.0]}) == {

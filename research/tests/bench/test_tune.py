@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from diffquant.errors import OutputExistsError, UsageError
-from diffquant.kernels.configs import attention_tile
+from diffquant.kernels.configs import make_attention_config
 from research.bench.gpu import tune
 
 
@@ -51,7 +51,7 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
         def __exit__(self, *raised):
             current["entry"] = {}
 
-    shipped = attention_tile(128, 64, 8, 2)
+    shipped = make_attention_config(128, 64, 8, 2)
     current["entry"] = {}
     monkeypatch.setattr(tune, "_milliseconds", milliseconds)
     monkeypatch.setattr(tune, "override_configs", override_configs)
