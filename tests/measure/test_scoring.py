@@ -19,6 +19,7 @@ from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.scoring import score, split_into_passes
 from diffquant.measure.tasks import perplexity
+from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from examples.shots.nll import score_positions
@@ -271,7 +272,7 @@ READERS = {
     "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode_request(
         "", WORD
     ),
-    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode(TEXT),
+    "a prompt": lambda model: encoder_of(model).encode(TEXT),
     "fidelity": lambda model: LocalModel("model", model, {}).tokens(TEXT),
     "another's tokens": lambda model: LocalModel("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
 }
