@@ -98,7 +98,7 @@ class _LayerCache(GrowingCache):
         if past is not None and past.states is not None:
             self.state.write(*(x.expand(batch, -1, -1) for x in past.states))
 
-    def recurrent(self, _layer: int) -> RecurrentLayer:
+    def recurrent_layer(self, _layer: int) -> RecurrentLayer:
         return self.state
 
 
