@@ -20,13 +20,13 @@ class ExportFormat:
 
     Attributes:
         name: name of the target in commands.
-        opens: returns whether a folder is in this format, by the names of its files only.
+        recognizes: returns whether a folder is in this format, by the names of its files only.
         runtime: returns the runtime with which evaluations open such folders; raises MissingDependencyError if a
             library is not installed.
     """
 
     name: str
-    opens: Callable[[Path], bool]
+    recognizes: Callable[[Path], bool]
     runtime: Callable[[], "Runtime"]
 
 
@@ -51,7 +51,7 @@ def register_format(target: ExportFormat) -> ExportFormat:
 
 def export_format_of(folder: Path) -> ExportFormat | None:
     """Return the export format of a folder, or None if it is a checkpoint."""
-    return next((target for target in TARGETS.values() if target.opens(folder)), None)
+    return next((target for target in TARGETS.values() if target.recognizes(folder)), None)
 
 
 def runtime_of(folder: Path) -> "Runtime | None":

@@ -124,8 +124,8 @@ def _few_threads(source: Source) -> Iterator[None]:
 
 def find_reference(source: Source) -> type[Reference]:
     """Return the class of the torch reference for exports of this checkpoint's architecture."""
-    twin: type[Reference] = resolve_name(source.architecture.export).twin
-    return twin
+    reference_class: type[Reference] = resolve_name(source.architecture.export).reference_class
+    return reference_class
 
 
 def find_float32_matmul_bits(graph: ModelProto) -> set[int]:

@@ -110,37 +110,37 @@ def _bounds(decoder: Decoder, poly: PolySettings) -> list[str]:
     return [decoder.graph.constant(f"clamp.{x!r}", np.array(x, np.float32)) for x in (-poly.clamp, poly.clamp)]
 
 
-def add_poly_mlp(decoder: Decoder, x: str, place: str, block: PolyMLPBlock) -> str:
+def add_poly_mlp(decoder: Decoder, x: str, prefix: str, block: PolyMLPBlock) -> str:
     """Add a gated MLP with PolyNorm, and return its output's name."""
     bounds = _bounds(decoder, block.poly)
     gate, up = (
         decoder.graph.add("Clip", decoder.graph.to_float32(y), *bounds)
-        for y in decoder.add_linears(x, [f"{place}.gate_proj", f"{place}.up_proj"])
+        for y in decoder.add_linears(x, [f"{prefix}.gate_proj", f"{prefix}.up_proj"])
     )
-    weight, bias = _poly_parameters(decoder, f"{place}.act_fn", block.poly)
+    weight, bias = _poly_parameters(decoder, f"{prefix}.act_fn", block.poly)
     active = EMITTED[block.activation](decoder.graph, gate, {"weight": weight, "bias": bias})
     product = decoder.graph.to_activation_type(decoder.graph.add("Mul", active, up))
-    return decoder.add_linear(scale_by(decoder, product, block.poly.scale), f"{place}.down_proj")
+    return decoder.add_linear(scale_by(decoder, product, block.poly.scale), f"{prefix}.down_proj")
 
 
-def _poly_parameters(decoder: Decoder, place: str, poly: PolySettings) -> list[str]:
-    weight, bias = (decoder.plan.read_vector(f"{place}.{name}") for name in ("weight", "bias"))
+def _poly_parameters(decoder: Decoder, prefix: str, poly: PolySettings) -> list[str]:
+    weight, bias = (decoder.plan.read_vector(f"{prefix}.{name}") for name in ("weight", "bias"))
     if poly.sigmoid:
         weight = weight.sigmoid()
     if poly.bias_clamp is not None:
         bias = bias.clamp(-poly.bias_clamp, poly.bias_clamp)
     return [
-        decoder.graph.constant(f"{place}.{name}", values.numpy())
+        decoder.graph.constant(f"{prefix}.{name}", values.numpy())
         for name, values in (("weight", weight), ("bias", bias))
     ]
 
 
-def add_experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
+def add_experts(decoder: Decoder, x: str, prefix: str, block: ExpertsBlock) -> str:
     """Add a mixture of experts: router, Loop over the chosen experts and shared expert; return the output's name."""
     graph = decoder.graph
     tokens = graph.add("Reshape", x, graph.int64("tokens", (-1, block.width)))
-    chosen, shares = _route(decoder, tokens, place, block)
-    parameters = _poly_parameters(decoder, f"{place}.experts.act_fn", block.poly)
+    chosen, shares = _route(decoder, tokens, prefix, block)
+    parameters = _poly_parameters(decoder, f"{prefix}.experts.act_fn", block.poly)
     some = graph.unused_name("Unique")
     graph.add_with_outputs("Unique", [graph.add("Reshape", chosen, graph.int64("flat", (-1,)))], [some], sorted=1)
     count = graph.add("Squeeze", graph.add("Shape", some))
@@ -151,7 +151,7 @@ def add_experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> st
     given = [graph.unused_name(name) for name in ("round", "goes", "sum")]
     with graph.collect_nodes() as nodes:
         number = graph.add("Gather", some, given[0])
-        total = _with_expert(decoder, given[2], number, tokens, chosen, shares, parameters, place, block)
+        total = _with_expert(decoder, given[2], number, tokens, chosen, shares, parameters, prefix, block)
         goes_on = graph.add("Identity", given[1])
     kinds: list[tuple[int, list[int] | None]] = [
         (TensorProto.INT64, []),
@@ -160,21 +160,21 @@ def add_experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> st
     ]
     inputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip(given, kinds, strict=True)]
     outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip((goes_on, total), kinds[1:], strict=True)]
-    body = helper.make_graph(nodes, f"{place}.expert", inputs, outputs)
+    body = helper.make_graph(nodes, f"{prefix}.expert", inputs, outputs)
     routed = decoder.graph.to_activation_type(graph.add("Loop", count, always, nothing, body=body))
     by_token = graph.add("Reshape", routed, graph.add("Shape", x))
-    return graph.add("Add", by_token, add_poly_mlp(decoder, x, f"{place}.shared_experts", block.shared))
+    return graph.add("Add", by_token, add_poly_mlp(decoder, x, f"{prefix}.shared_experts", block.shared))
 
 
-def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tuple[str, str]:
+def _route(decoder: Decoder, tokens: str, prefix: str, block: ExpertsBlock) -> tuple[str, str]:
     """Add the router; return the names of each token's expert indices, int64 [N, chosen], and float32 weights."""
     graph, plan = decoder.graph, decoder.plan
-    name = f"{place}.router.gate.weight"
+    name = f"{prefix}.router.gate.weight"
     weight = graph.constant(name, plan.read_small_matrix(name).T.contiguous().numpy())
     scores = graph.add("Sigmoid", graph.add("MatMul", decoder.graph.to_float32(tokens), weight))
     favoured = scores
     if block.biased:
-        bias = graph.constant(f"{place}.expert_bias", plan.read_vector(f"{place}.expert_bias").numpy())
+        bias = graph.constant(f"{prefix}.expert_bias", plan.read_vector(f"{prefix}.expert_bias").numpy())
         favoured = graph.add("Add", scores, bias)
     chosen = graph.unused_name("TopK_indices")
     graph.add_with_outputs(
@@ -196,7 +196,7 @@ def _with_expert(
     chosen: str,
     shares: str,
     parameters: Sequence[str],
-    place: str,
+    prefix: str,
     block: ExpertsBlock,
 ) -> str:
     """Add one expert's weighted output for its tokens to the sum `total` [N, D], and return the new sum's name."""
@@ -207,7 +207,7 @@ def _with_expert(
     share = graph.add("GatherND", shares, graph.add("Transpose", places, perm=[1, 0]))
     own = graph.add("Gather", tokens, rows)
     up_matrix, down_matrix = (
-        decoder.plan.matrices[f"{place}.experts.{name}"] for name in ("gate_up_proj", "down_proj")
+        decoder.plan.matrices[f"{prefix}.experts.{name}"] for name in ("gate_up_proj", "down_proj")
     )
     both = decoder.graph.to_float32(add_expert_product(decoder.linears, own, up_matrix, block.experts, number))
     gate, up = decoder.graph.split(both, [block.inner, block.inner])

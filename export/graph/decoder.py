@@ -18,7 +18,7 @@ from diffquant.onnx.graph.linears import Linears
 from diffquant.onnx.graph.nodes import Graph, activation_functions, add_rms_norm, inline_functions
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes
 from diffquant.onnx.graph.ops import MATMUL, matmul_function, quantized_attention_function
-from diffquant.onnx.graph.padding import SEQUENCE, Tokens, add_padding_shift, gather_head_inputs
+from diffquant.onnx.graph.padding import SEQUENCE, TokenInputs, add_padding_shift, gather_head_inputs
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, cached_key_width
 from diffquant.onnx.options import IR_VERSION
 
@@ -35,14 +35,14 @@ class Decoder:
     """Builds a model's ONNX graph: layers of a mixer (attention, for example) and an MLP, with a norm before each.
 
     Attributes:
-        twin: class of the torch reference with which `verify` compares the graph.
+        reference_class: class of the torch reference with which `verify` compares the graph.
         has_wide_residual: whether the residual stream is float32 even if activations are float16.
         tokens: names of values that describe a call's tokens.
         layer: index of the layer that is being added.
         left: values that blocks store for blocks of later layers, by a key that both use.
     """
 
-    twin: ClassVar[Any]
+    reference_class: ClassVar[Any]
     has_wide_residual = False
 
     def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
@@ -55,9 +55,9 @@ class Decoder:
         self.graph = Graph(_KINDS[plan.options.dtype])
         self.linears = Linears(self.graph, plan.options)
         self.cache_kind = _CACHE_KINDS[plan.options.kv_bits] if scales else self.graph.kind
-        self.tokens: Tokens
+        self.tokens: TokenInputs
         self.layer = 0
-        self.left: dict[str, Any] = {}
+        self.shared_values: dict[str, Any] = {}
         self._functions: dict[str, FunctionProto] = {}
 
     def add_all_nodes(self) -> None:
@@ -125,13 +125,13 @@ class Decoder:
         """Add the current layer's block with this name, with input x; return the names of its outputs."""
         return self.add_block(x, f"model.layers.{self.layer}.{name}", self.architecture.layers[self.layer][name])
 
-    def add_block(self, x: str, parameter_prefix: str, block: Block) -> Any:
+    def add_block(self, x: str, prefix: str, block: Block) -> Any:
         """Add a block with input x, by calling the function `block.export_function`; return the names of its outputs.
 
         Args:
-            place: prefix of the names of the block's parameters.
+            prefix: prefix of the names of the block's parameters.
         """
-        return resolve_name(block.export_function)(self, x, parameter_prefix, block)
+        return resolve_name(block.export_function)(self, x, prefix, block)
 
     def add_function(self, function: FunctionProto) -> None:
         """Add an ONNX function to the model unless one with its name was added."""
@@ -156,11 +156,11 @@ class Decoder:
             signals_per_noise=spec.signals_per_noise,
         )
 
-    def add_signal_gate_and_lam(self, x: str, place: str) -> tuple[str, str]:
+    def add_signal_gate_and_lam(self, x: str, prefix: str) -> tuple[str, str]:
         """Add the signal map's gate ("" if there is none) and λ: float32 [1] in V1, [B, T, h] for h pairs otherwise."""
         if self.spec.lam == "exp":
-            return "", self.add_scalar_lam(place)
-        weight = self.plan.read_small_matrix(f"{place}.lambda_proj.weight")
+            return "", self.add_scalar_lam(prefix)
+        weight = self.plan.read_small_matrix(f"{prefix}.lambda_proj.weight")
         x_float = self.graph.add("Cast", x, to=TensorProto.FLOAT)
         parts = (
             {"signal_gate": weight[0::2], "lambda": weight[1::2]}
@@ -173,28 +173,28 @@ class Decoder:
             names[name] = self.graph.add("Sigmoid", self.graph.add("MatMul", x_float, constant))
         return names.get("signal_gate", ""), names["lambda"]
 
-    def add_scalar_lam(self, place: str) -> str:
+    def add_scalar_lam(self, prefix: str) -> str:
         """Add λ of V1 as a constant, float32 [1]."""
-        vectors = (self.plan.read_vector(f"{place}.{name}") for name in LAMBDA_VECTORS)
+        vectors = (self.plan.read_vector(f"{prefix}.{name}") for name in LAMBDA_VECTORS)
         lam = lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
         return self.graph.constant(f"layers.{self.layer}.lambda", lam.reshape(1).numpy())
 
-    def add_output_gate(self, x: str, place: str) -> str:
+    def add_output_gate(self, x: str, prefix: str) -> str:
         """Add the gate of attention's output [B, T, h·dv], for h pairs of width dv; return "" if the model has none."""
         if not self.spec.output_gate:
             return ""
         name = f"layers.{self.layer}.output_gate_proj"
-        weight = self.plan.read_small_matrix(f"{place}.output_gate_proj.weight")
+        weight = self.plan.read_small_matrix(f"{prefix}.output_gate_proj.weight")
         return self.graph.add(
             "Sigmoid", self.graph.add("MatMul", x, self.graph.typed_constant(name, weight.T.contiguous()))
         )
 
-    def add_post_norm(self, attended: str, place: str) -> str:
+    def add_post_norm(self, attended: str, prefix: str) -> str:
         """Add the norm over each pair's output, with the factor (1 - λ_init) folded into its weight.
 
         Args:
             attended: attention's output [B, T, h·dv]; returned unchanged if the model has no such norm.
-            place: prefix of the attention's parameters' names.
+            prefix: prefix of the attention's parameters' names.
         """
         spec, graph = self.spec, self.graph
         factor = spec.norm_factor(self.layer)
@@ -202,7 +202,7 @@ class Decoder:
             return attended
         weight = torch.ones(spec.value_dim)
         if spec.post_norm == "affine":
-            weight = self.plan.read_vector(f"{place}.subln.weight")
+            weight = self.plan.read_vector(f"{prefix}.subln.weight")
         by_pair = graph.int64("by_pair", (0, 0, spec.pairs, spec.value_dim))
         rows = graph.add("Reshape", attended, by_pair)
         scaled = graph.typed_constant(f"layers.{self.layer}.post_norm", weight * factor)

@@ -80,7 +80,7 @@ def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
     return 4 if container_bits(scheme) == 8 else options.accuracy_level
 
 
-def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
+def int8_block_size(matrix: Matrix, options: ExportOptions) -> int | None:
     """Return a matrix's block size if it is multiplied with int8 activations, or None if it is not."""
     if not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
         return None

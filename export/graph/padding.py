@@ -25,7 +25,7 @@ _SCALED = "attention_mask is 0 for a new token behind a cache: it would change t
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenInputs:
     """Names of values that describe a call's tokens.
 
     Attributes:
@@ -47,7 +47,7 @@ class Tokens:
     lengths: tuple[str, str]
 
 
-def add_padding_shift(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens:
+def add_padding_shift(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> TokenInputs:
     """Add nodes that move each sequence's tokens before its padding; return the names of the values they compute.
 
     Args:
@@ -85,7 +85,7 @@ def add_padding_shift(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> 
         graph.add("Cast", graph.add("Squeeze", total), name="total_sequence_length", to=TensorProto.INT32),
     )
     moved = graph.add("GatherElements", ids, order, axis=1)
-    return Tokens(moved, counts, before, steps, places, last_place, lengths)
+    return TokenInputs(moved, counts, before, steps, places, last_place, lengths)
 
 
 def gather_head_inputs(graph: "Graph", x: str, places: str) -> str:

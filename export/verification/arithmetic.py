@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from diffquant.checkpoints.source import Source
 from diffquant.model.causal import CausalModel
 from diffquant.model.decoder import DecoderLayer
-from diffquant.onnx.graph.linears import container_bits, int8_block
+from diffquant.onnx.graph.linears import container_bits, int8_block_size
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.rounding import (
@@ -105,7 +105,7 @@ class ExportedWeights:
         is_tied = self.model.config.tie_word_embeddings
         for name, module in self.model.named_modules():
             matrix = self._plan.matrices.get(EMBEDDING if is_tied and f"{name}.weight" == HEAD else f"{name}.weight")
-            block = None if matrix is None else int8_block(matrix, self._plan.options)
+            block = None if matrix is None else int8_block_size(matrix, self._plan.options)
             if matrix is None or block is None or not isinstance(module, nn.Linear):
                 continue
             bits = container_bits(matrix.scheme)

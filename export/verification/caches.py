@@ -72,7 +72,7 @@ class StaticScaleCache(DynamicCache):
         )
         return keys, values
 
-    def clips(self, layer: int) -> bool:
+    def has_clipped(self, layer: int) -> bool:
         """Return whether some of a layer's keys or values so far were clipped to the largest code."""
         limit = max_code(self.bits)
         pairs = zip(self.largest[layer], self.scales[layer], strict=True)

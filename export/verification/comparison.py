@@ -124,7 +124,7 @@ class Comparison:
                     work = _WORK_OF_LONG_CONTEXT if route.name == LONG_CONTEXT else 1
                     self._advance(work, f"{session.name}, {route.name}")
             except GraphError as error:
-                if session.is_folder and not of_session:
+                if session.is_as_exported and not of_session:
                     raise CheckpointError(f"ONNX Runtime cannot run {self.folder}: {error}") from error
                 if session.runs_body and not of_session:
                     # The native kernel supports every head width, GroupQueryAttention does not.
@@ -178,7 +178,7 @@ class Comparison:
         if self._cache is None and self.reference.cache is not None and not session.rounds:
             fit = find_worst_cache_layer(self.reference, self._beginnings, [run.tensors for run in begun])
             self._cache_layer, self._cache = fit[0], Measure(fit[1], CACHE_LIMIT)
-            self._cache_clips = self.reference.cache.clips(fit[0])
+            self._cache_clips = self.reference.cache.has_clipped(fit[0])
 
         def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
             """Return the errors of the logits against the reference's and against prefill's."""
@@ -201,7 +201,7 @@ class Comparison:
         if model.cache is not None:
             with self._running(session, IN_PLACE):
                 used = model
-                if session.is_folder:
+                if session.is_as_exported:
                     # The folder is opened once more, unchanged, as `diffquant run` opens it.
                     used = OnnxModel(self.folder, self.threads, device=self.device, spins=False)
                 runs = run_last_positions(used, self._beginnings)

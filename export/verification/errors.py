@@ -113,7 +113,7 @@ def measure_stage_noise(
     states: Sequence[Sequence[Tensor]],
     rounds: bool,
     reading: CallPattern = WHOLE,
-    flips_alone: bool = False,
+    only_flips: bool = False,
     whole: tuple[Sequence[np.ndarray], Sequence[Sequence[Tensor]]] | None = None,
 ) -> StageNoise:
     """Measure the errors that rounding causes, by adding noise inside each stage of the reference.
@@ -124,12 +124,12 @@ def measure_stage_noise(
         states: the runtime's outputs of all stages for each passage.
         rounds: whether activations are rounded to int8.
         reading: how every passage was split into calls.
-        flips_alone: do not measure `StageNoise.rounded`, and set it to `flipped`.
+        only_flips: do not measure `StageNoise.rounded`, and set it to `flipped`.
         whole: whole passages and their states, if `passages` are only their beginnings. `many_flipped` is measured on
             whole passages, since the largest error grows with the number of positions.
     """
     many = reference.flipping
-    rounded = FLIPPING if flips_alone else 0.0
+    rounded = FLIPPING if only_flips else 0.0
     # It is chance whether one code flips; the effect of a flip is measured with noise that flips many.
     if whole is None:
         return StageNoise(*_disturb_stages(reference, passages, states, rounds, reading, (rounded, FLIPPING, many)))

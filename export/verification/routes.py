@@ -28,14 +28,14 @@ class SessionSettings:
         rounds: whether matmuls round activations to int8.
         accuracy_level: accuracy level of every quantized matmul, or None to use the folder's.
         runs_body: whether attention runs its function body although there is a native kernel.
-        is_folder: whether the session computes the same as the unchanged folder.
+        is_as_exported: whether the session computes the same as the unchanged folder.
     """
 
     name: str
     rounds: bool
     accuracy_level: int | None = None
     runs_body: bool = False
-    is_folder: bool = False
+    is_as_exported: bool = False
 
     def open(self, folder: Path, threads: int, extra_outputs: Sequence[str], device: str) -> OnnxModel:
         """Open the folder, with the values named in `extra_outputs` as extra outputs."""
@@ -56,7 +56,7 @@ def list_sessions(reference: Reference, rounds: bool, device: str) -> list[Sessi
 
     The second is listed only if the folder rounds activations, the third only if there is such a kernel on the device.
     """
-    sessions = [SessionSettings("int8 activations" if rounds else "as exported", rounds, is_folder=True)]
+    sessions = [SessionSettings("int8 activations" if rounds else "as exported", rounds, is_as_exported=True)]
     if rounds:
         # Shows errors that rounding would hide: this session differs from torch only by float32 arithmetic.
         sessions.append(SessionSettings("float32 products", False, 1))
