@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class ExportFormat:
     """An export format whose folders a runtime opens directly.
 
-    GGUF is not one: a GGUF file is opened as a checkpoint. The functions import their libraries when called, since
+    GGUF is not one: a GGUF file is opened as a checkpoint. `runtime` imports its libraries when it is called, since
     recognizing a folder must not need any.
 
     Attributes:
-        name: name of the target in commands.
-        recognizes: returns whether a folder is in this format, by the names of its files only.
-        runtime: returns the runtime with which evaluations open such folders; raises MissingDependencyError if a
-            library is not installed.
+        name: name of the format in commands.
+        recognizes: function that returns whether a folder is in this format, judging by file names only.
+        runtime: function that returns the runtime with which evaluations open such folders. It raises
+            MissingDependencyError if a library is not installed.
     """
 
     name: str
@@ -44,7 +44,7 @@ TARGETS = {ONNX.name: ONNX}
 
 
 def register_format(target: ExportFormat) -> ExportFormat:
-    """Add a target to `TARGETS`, and return it."""
+    """Add an export format to `TARGETS`, and return it."""
     TARGETS[target.name] = target
     return target
 

@@ -1,7 +1,9 @@
-"""Export of gated MLPs with PolyNorm, and of mixtures of experts as a Loop over the experts that some token chose.
+"""Export of gated MLPs with PolyNorm, and of mixtures of experts as a Loop over the experts that the router chose.
 
 A weight has the matrices of all experts, or of all heads, stacked along its rows. MatMulNBits needs constant codes, so
 the graph gathers and dequantizes the weight of each chosen expert.
+
+In functions that add a block, `x` is the name of its input [B, T, D], and names of its parameters start with `prefix`.
 """
 
 from collections.abc import Sequence
@@ -47,10 +49,12 @@ def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor,
 
 
 def add_expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, number: str) -> str:
-    """Add the matmul of x [tokens, in] with one expert's transposed weight; return the output's name, [tokens, out].
+    """Add the matmul of x with one expert's transposed weight, and return the name of the output [tokens, out].
 
     Args:
+        x: name of the input [tokens, in].
         matrix: weight [experts·out, in] of all experts.
+        experts: number of experts.
         number: name of the expert's index, an int64 scalar.
     """
     graph = linears.graph
@@ -99,7 +103,11 @@ def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], num
 
 
 def scale_by(decoder: Decoder, x: str, factor: float, is_float32: bool = False) -> str:
-    """Multiply x by a constant and return the product's name; `is_float32`: x is float32, not the activations' type."""
+    """Multiply x by a constant, and return the product's name; if the factor is 1, return x.
+
+    Args:
+        is_float32: whether x is float32; if false, x has the activations' type.
+    """
     if factor == 1.0:
         return x
     dtype = np.dtype(np.float32) if is_float32 else helper.tensor_dtype_to_np_dtype(decoder.graph.kind)
@@ -111,7 +119,7 @@ def _bounds(decoder: Decoder, poly: PolySettings) -> list[str]:
 
 
 def add_poly_mlp(decoder: Decoder, x: str, prefix: str, block: PolyMLPBlock) -> str:
-    """Add a gated MLP with PolyNorm, and return its output's name."""
+    """Add a gated MLP with PolyNorm as its activation function, and return its output's name."""
     bounds = _bounds(decoder, block.poly)
     gate, up = (
         decoder.graph.add("Clip", decoder.graph.to_float32(y), *bounds)
@@ -136,7 +144,10 @@ def _poly_parameters(decoder: Decoder, prefix: str, poly: PolySettings) -> list[
 
 
 def add_experts(decoder: Decoder, x: str, prefix: str, block: ExpertsBlock) -> str:
-    """Add a mixture of experts: router, Loop over the chosen experts and shared expert; return the output's name."""
+    """Add a mixture of experts, and return its output's name.
+
+    The nodes are a router, a Loop over the experts that it chose for any token, and a shared expert for all tokens.
+    """
     graph = decoder.graph
     tokens = graph.add("Reshape", x, graph.int64("tokens", (-1, block.width)))
     chosen, shares = _route(decoder, tokens, prefix, block)

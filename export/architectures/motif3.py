@@ -3,6 +3,8 @@
 The hidden states between layers are each token's E residual streams, concatenated to [B, T, E·D]. The op
 `diffquant::ReadStreams`, described in docs/differential-attention-op.md, computes the input of attention or MLP from
 them.
+
+In functions that add a block, `x` is the name of its input, and names of its parameters start with `prefix`.
 """
 
 from collections.abc import Mapping
@@ -37,8 +39,8 @@ def read_streams_function(streams: int, sinkhorn_iterations: int, opset: int) ->
 
     Args:
         streams: number E of residual streams.
-        sinkhorn_iterations: how often rows of the mixing matrix, then columns, are divided by their sums.
-        opset: the model's version of the standard domain, 18 or later.
+        sinkhorn_iterations: number of times that rows and then columns of the mixing matrix are normalized.
+        opset: the model's version of the standard ONNX domain, 18 or later.
     """
     signature = f"{READ_STREAMS} (x, weight, projection, alpha, bias) => (read, mixed, writes)"
     return make_function(signature, _text(streams, sinkhorn_iterations), opset)
@@ -101,7 +103,7 @@ _ANGLES, _POSITIONS = "angles", "positions"
 
 
 class Motif3Reference(Reference):
-    """The torch reference of an exported Motif-3."""
+    """The torch reference of an exported Motif-3 model."""
 
     packs = False
 
@@ -142,7 +144,7 @@ class Motif3Reference(Reference):
 
 
 class Motif3Decoder(Decoder):
-    """Builds layers of latent attention and experts, with several residual streams."""
+    """Builds Motif-3's ONNX graph, with latent attention, experts and several residual streams."""
 
     reference_class = Motif3Reference
 
@@ -186,8 +188,8 @@ def add_read_streams(decoder: Decoder, x: str, prefix: str, block: StreamGatesBl
     """Add the ReadStreams node before attention or MLP.
 
     Returns:
-        Names of the input [B, T, D] of attention or MLP, of the mixed streams [B, T, E, D], and of the factors
-        [B, T, E, 1] with which the output of attention or MLP is added to each stream.
+        Names of the input [B, T, D] of attention or MLP, the mixed streams [B, T, E, D], and the factors [B, T, E, 1]
+        by which the output of attention or MLP is multiplied before it is added to the streams.
     """
     graph, plan = decoder.graph, decoder.plan
     decoder.add_function(read_streams_function(block.streams, block.rounds, decoder.options.opset))
@@ -207,7 +209,7 @@ def add_read_streams(decoder: Decoder, x: str, prefix: str, block: StreamGatesBl
 def add_latent_attention(decoder: Decoder, x: str, prefix: str, block: LatentAttentionBlock) -> str:
     """Add attention over latents, and return its output's name.
 
-    Keys and values are not expanded: the key matrices multiply the queries, and the value matrices the outputs.
+    Latents are not expanded: queries are multiplied by the key matrices, and outputs by the value matrices.
     """
     graph, layer, spec = decoder.graph, block.layer, block.spec
     of_query, kept = decoder.add_linears(x, [f"{prefix}.wq_a", f"{prefix}.wkv_a"])

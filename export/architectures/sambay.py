@@ -1,4 +1,7 @@
-"""Export of SambaY: Mamba, gated memory, attention over shared keys and values, and the torch reference."""
+"""Export of SambaY: Mamba, gated memory, attention over shared keys and values, and the torch reference.
+
+In functions that add a block, `x` is the name of its input [B, T, D], and names of its parameters start with `prefix`.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -37,16 +40,17 @@ PAST_STATE = "past_{state}.{layer}"
 PRESENT_STATE = "present_{state}.{layer}"
 STATES = ("conv", "ssm")
 _COUNTS, _IS_TOKEN = "new_tokens", "is_token"
-# Keys of `Decoder.shared_values`: the last Mamba layer's output, and an attention layer's new and past keys and values with
-# their scales.
+# Keys of `Decoder.shared_values`: the last Mamba layer's output, and an attention layer's new and past keys and values
+# with their scales.
 _MEMORY, _SHARED = "memory", "shared"
 
 
 class SambaYReference(Reference):
-    """The torch reference of an exported SambaY.
+    """The torch reference of an exported SambaY model.
 
-    The memory, keys and values that a layer reads from earlier layers are those that the reference computed for them in
-    the same pass, from the runtime's hidden states.
+    Each layer gets the runtime's hidden states. The memory, keys and values that it reads from earlier layers come from
+    the reference, which stored them when it computed those layers. So layers are computed in order, for one passage at
+    a time.
     """
 
     _flow: LayerState | None = None
@@ -114,7 +118,10 @@ def _cut_flow(flow: LayerState, x: Tensor, tokens: slice, length: int) -> LayerS
 
 
 class SambaYDecoder(Decoder):
-    """Builds layers of Mamba, gated memory, and attention: windowed, full, or over another layer's keys and values."""
+    """Builds SambaY's ONNX graph, with layers of Mamba, gated memory units and attention.
+
+    Attention is over all tokens, within a window, or over the keys and values of an earlier layer.
+    """
 
     reference_class = SambaYReference
     has_wide_residual = True
@@ -144,7 +151,10 @@ def add_mlp(decoder: Decoder, x: str, prefix: str, block: FusedMLPBlock) -> str:
 
 
 def add_attention(decoder: Decoder, x: str, prefix: str, block: FusedAttentionBlock) -> str:
-    """Add attention over the layer's keys and values, or an earlier layer's, and return the output's name."""
+    """Add attention, and return its output's name.
+
+    If the block caches no keys and values, it uses those of an earlier layer.
+    """
     layer, graph = block.layer, decoder.graph
     projected = decoder.add_linear(x, f"{prefix}.Wqkv")
     if block.cached_shapes is None:
@@ -167,7 +177,10 @@ def add_attention(decoder: Decoder, x: str, prefix: str, block: FusedAttentionBl
 
 
 def add_mamba(decoder: Decoder, x: str, prefix: str, block: MambaBlock) -> str:
-    """Add a Mamba-1 block with its two recurrent states, and return its output's name."""
+    """Add a Mamba-1 block, and return its output's name.
+
+    In a model with a cache, the states of the convolution and of the scan are inputs and outputs of the model.
+    """
     graph, layer, opset = decoder.graph, decoder.layer, decoder.options.opset
     decoder.add_function(causal_convolution_function(block.kernel_size, opset))
     decoder.add_function(selective_scan_function(opset))
@@ -182,7 +195,10 @@ def add_mamba(decoder: Decoder, x: str, prefix: str, block: MambaBlock) -> str:
 
 
 def add_gated_memory(decoder: Decoder, x: str, prefix: str, block: GatedMemoryBlock) -> str:  # noqa: ARG001  sizes are the weights'
-    """Add a gated memory unit, which gates the last Mamba layer's output, and return its output's name."""
+    """Add a gated memory unit, and return its output's name.
+
+    It multiplies the last Mamba layer's scan output by a gate that is computed from x.
+    """
     gate = _silu(decoder, decoder.add_linear(x, f"{prefix}.in_proj"))
     return decoder.add_linear(decoder.graph.add("Mul", decoder.shared_values[_MEMORY], gate), f"{prefix}.out_proj")
 

@@ -1,4 +1,7 @@
-"""Export of Transformers and DIFF Transformers: their attention, gated MLP and RMSNorm, and the outputs for maps."""
+"""Export of Transformers and DIFF Transformers: their attention, gated MLP and RMSNorm, and the outputs for maps.
+
+In functions that add a block, `x` is the name of its input [B, T, D], and names of its parameters start with `prefix`.
+"""
 
 import torch
 from onnx import TensorProto
@@ -22,7 +25,7 @@ _ANGLES = "maps.angles"
 
 
 class TransformerDecoder(Decoder):
-    """Builds Llama layers, with the attention op as one node per layer."""
+    """Builds the ONNX graph of a Transformer or DIFF Transformer, with one attention node per layer."""
 
     reference_class = Reference
 
@@ -49,7 +52,11 @@ def add_mlp(decoder: Decoder, x: str, prefix: str, block: MLPBlock) -> str:
 
 
 def add_attention(decoder: Decoder, x: str, prefix: str, block: AttentionBlock) -> str:
-    """Add attention, as diffquant's op or as a Transformer's, with its output projection; return the output's name."""
+    """Add attention with its projections, and return its output's name.
+
+    In a DIFF Transformer, the node is diffquant's DifferentialAttention. In a Transformer, it is ONNX Runtime's
+    GroupQueryAttention, or diffquant's QuantizedAttention if the cache is quantized.
+    """
     graph, spec = decoder.graph, block.spec
     q, k, v = decoder.add_linears(x, [f"{prefix}.{name}" for name in PROJECTIONS])
     past, present = decoder.add_past_inputs(), decoder.add_present_outputs()
