@@ -35,7 +35,7 @@ class Decoder:
     """Builds a model's ONNX graph: layers of a mixer (attention, for example) and an MLP, with a norm before each.
 
     Methods that add nodes return the names of the outputs. Arguments called `x` are names of inputs [B, T, D]: batch
-    size B, T new tokens, hidden size D. An argument `prefix` is the prefix of the names of the block's parameters.
+    size B, T new tokens, hidden size D. Names of a block's parameters start with the argument `prefix`.
 
     Attributes:
         reference_class: class of the torch reference with which `verify` compares the graph.

@@ -63,7 +63,13 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 @dataclass
 class Comparison:
-    """Compares an exported folder with its torch reference in every session and by all routes (`iterate_routes`)."""
+    """Compares an exported folder with its torch reference in every session and by all routes (`iterate_routes`).
+
+    Attributes:
+        passages: token ids [1, T] of the test passages.
+        tolerance: limit of the logits' relative RMS error, or None to derive it from the error that rounding causes.
+        threads: number of ONNX Runtime's threads; 0 uses all cores.
+    """
 
     folder: Path
     manifest: Manifest
@@ -96,12 +102,12 @@ class Comparison:
     def verify_all_routes(
         self, scales: Measure | None, rotation: Measure | None, bodies: Sequence[str]
     ) -> Verification:
-        """Run all routes in all sessions, and return the result; the arguments are further results to include.
+        """Run all routes in all sessions, and return the result.
 
         Args:
-            scales: error of the cache's scales against the calibrated ones, or None if these are unknown.
-            rotation: error of the RoPE tables, or None if there are none.
-            bodies: nodes whose attributes differ from those of their function bodies, as sentences.
+            scales: error of the cache's scales, to include in the result, or None if it is unknown.
+            rotation: error of the RoPE tables, to include in the result, or None if there are no tables.
+            bodies: sentences on nodes that differ from their function bodies, to include in the result.
         """
         compared: list[RouteErrors] = []
         failures: list[str] = []
