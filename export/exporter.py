@@ -89,9 +89,9 @@ def export(
         source: a folder of safetensors, quantized or not, or a .gguf file.
         destination: folder to create; it is written atomically.
         options: options of the export; by default float32 with a cache.
-        ranges: calibrated ranges of a quantized cache, or the file that `diffquant calibrate` wrote; None if the cache
-            is not quantized. The function `diffquant.calib.calibration.kv_cache.calibrate_cache` computes them on the
-            bundled text.
+        ranges: calibrated ranges of a quantized cache, the file that `diffquant calibrate` wrote, or None if the
+            cache is not quantized. The function `diffquant.calib.calibration.kv_cache.calibrate_cache` computes them on
+            the bundled text.
         overwrite: replace an existing folder once the new one is complete.
         progress: called with the bytes written, the total, and the current tensor.
 
