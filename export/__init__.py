@@ -35,7 +35,7 @@ def check_installed() -> None:
     """Check that the packages of the `onnx` extra are installed.
 
     Raises:
-        MissingDependencyError: some are not installed; the message names them all.
+        MissingDependencyError: some packages are not installed; the message names them all.
     """
     missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:

@@ -45,7 +45,7 @@ _FUNCTION = "diffquant's\noperator is stored with a function body of standard op
 
 
 def exported_card(plan: ExportPlan) -> str:
-    """Return an exported folder's model card: its checkpoint, its precisions, and what runs it."""
+    """Return the text of an exported folder's model card: its checkpoint, its precisions, and what runs it."""
     checkpoint, options = plan.source.checkpoint, plan.options
     tags = ["diffquant", "onnxruntime", *([FAMILY] if plan.source.spec.maps > 1 else [])]
     is_rounded = plan.source.packed or options.weights.quantizes or options.embed_bits < 16
@@ -68,7 +68,10 @@ GENAI_FILE = "genai_config.json"
 
 
 def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
-    """Return genai_config.json: names, sizes, special tokens and the device, for onnxruntime-genai's "decoder"."""
+    """Return the content of genai_config.json, from which onnxruntime-genai loads the model.
+
+    It has the names of inputs and outputs, sizes, special tokens, the device, and settings for greedy decoding.
+    """
     config, spec = plan.config, plan.spec
     device = RuntimeDevice.parse(plan.options.genai_device)
     context = config.max_position_embeddings
@@ -125,7 +128,7 @@ WEB_FILE = "web.json"
 
 
 def web_description(config: DiffTransformerConfig, tokens: SpecialTokens) -> dict[str, Any]:
-    """Return web.json: the model's sizes, named as in docs/differential-attention-op.md."""
+    """Return the content of web.json: the model's sizes, named as in docs/differential-attention-op.md."""
     spec = config.diff_spec
     return {
         "generation": spec.attention_name,
@@ -142,11 +145,12 @@ def web_description(config: DiffTransformerConfig, tokens: SpecialTokens) -> dic
 
 
 def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
-    """Return config.json for a portable folder, with a model type that transformers.js and optimum support.
+    """Return the content of a portable folder's config.json.
 
-    Both use the model type only to find the names of the cache inputs. So the model is described as a Llama, whose
-    cache inputs have the same names. Sizes are those of the cache, whose key rows hold both maps' keys. A hybrid with
-    Mamba states is described as a GraniteMoeHybrid, with a type per layer.
+    transformers.js and optimum use the model type only to find the names of the cache inputs. So the model is described
+    as a Llama, whose cache inputs have the same names. Head counts and widths are those of the cache, where a V1 key
+    row has the keys of both maps. A model with Mamba states is described as a GraniteMoeHybrid, with a type for each
+    layer.
     """
     config, spec, architecture = plan.config, plan.spec, plan.source.architecture
     kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -180,10 +184,15 @@ def portable_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
 
 
 def write_descriptions(plan: ExportPlan, streamed: Sequence[StreamedTensor], folder: Path) -> tuple[str, ...]:
-    """Write config.json, genai_config.json, web.json, the model card and diffquant.json.
+    """Write config.json, genai_config.json, web.json, the model card and diffquant.json into an exported folder.
+
+    genai_config.json is written only with a cache, and web.json only with the option `web`.
+
+    Args:
+        streamed: tensors of the data file.
 
     Returns:
-        Notes on custom code of the checkpoint that was not copied.
+        Sentences on the checkpoint's custom code, which is not copied; empty if it has none.
     """
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
     config, left_out = remove_code_entries(folder, checkpoint.config)
@@ -243,7 +252,7 @@ def _tensor_records(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> dic
 
 
 def packed_bytes(streamed: Sequence[StreamedTensor]) -> dict[str, int]:
-    """Return each module's bytes of codes and scales."""
+    """Return the stored bytes of each module, its codes and scales together, by the module's name."""
     nbytes: dict[str, int] = defaultdict(int)
     for tensor in streamed:
         nbytes[tensor.name.rpartition(".weight_")[0]] += tensor.nbytes

@@ -49,7 +49,8 @@ class OnnxReport(PrintableResult):
         bytes_after: size of the model's two files in bytes.
         weights: number of the checkpoint's weights.
         seconds: duration of the export, calibration included.
-        calibrated: part of `seconds` spent on calibrating the cache; 0 if ranges were given or it is not quantized.
+        calibrated: part of `seconds` spent on calibrating the cache; 0 if ranges were given or the cache is not
+            quantized.
         floor: oldest ONNX Runtime version that opens the model.
         notes: sentences for the user.
     """
@@ -87,11 +88,12 @@ def export(
     Args:
         source: a folder of safetensors, quantized or not, or a .gguf file.
         destination: folder to create; it is written atomically.
-        options: float32 with a cache by default.
-        ranges: calibrated ranges of a quantized cache, or the file that `diffquant calibrate` wrote. The function
-            `diffquant.calib.calibration.kv_cache.calibrate_cache` computes them on the bundled text.
+        options: options of the export; by default float32 with a cache.
+        ranges: calibrated ranges of a quantized cache, the file that `diffquant calibrate` wrote, or None if the
+            cache is not quantized. The function `diffquant.calib.calibration.kv_cache.calibrate_cache` computes them on
+            the bundled text.
         overwrite: replace an existing folder once the new one is complete.
-        progress: called with bytes written.
+        progress: called with the bytes written, the total, and the current tensor.
 
     Raises:
         DiffQuantError: the source, the options, the ranges or the destination are invalid; nothing is written then.
@@ -107,7 +109,14 @@ def write_export(
     overwrite: bool = False,
     progress: Progress = report_nothing,
 ) -> OnnxReport:
-    """Write the export that `check_and_plan_export` planned; arguments are those of `export`.
+    """Write a planned export.
+
+    Args:
+        plan: result of `check_and_plan_export`.
+        destination: folder to create; it is written atomically.
+        ranges: as in `export`.
+        overwrite: replace an existing folder once the new one is complete.
+        progress: called with the bytes written, the total, and the current tensor.
 
     Raises:
         DiffQuantError: the ranges are invalid, or writing fails; no partial folder is left.
@@ -154,7 +163,9 @@ def write_export(
 def check_and_plan_export(
     source: Path | str | Source, destination: Path, options: ExportOptions, overwrite: bool
 ) -> ExportPlan:
-    """Plan an export, and check everything except ranges.
+    """Check the source, options and destination of an export, and return its plan.
+
+    The ranges of a quantized cache are checked later, by `write_export`.
 
     Raises:
         DiffQuantError: the source, the options or the destination are invalid.

@@ -13,7 +13,7 @@ RANGES_FILE = "kv_ranges.safetensors"
 
 @dataclass(frozen=True)
 class Layout:
-    """Paths of the model's files in an exported folder.
+    """Paths of the model's files, relative to an exported folder.
 
     Attributes:
         model: path of the graph.
@@ -25,7 +25,7 @@ class Layout:
 
     @property
     def data_name(self) -> str:
-        """Name of the data file as the graph refers to it."""
+        """Name of the data file without its folder, as in the graph."""
         return Path(self.data).name
 
 
@@ -38,7 +38,8 @@ def check_exported(folder: Path) -> None:
     """Check that a path leads to an exported folder.
 
     Raises:
-        CheckpointError: it does not lead to one; the message suggests what to do.
+        CheckpointError: the path is not an exported folder, or a file is only a Git LFS pointer; the message suggests
+            what to do.
     """
     if model_file(folder).is_file():
         layout = layout_of(folder)

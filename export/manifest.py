@@ -24,13 +24,15 @@ class Manifest:
     Attributes:
         options: options of the export.
         floor: oldest ONNX Runtime version that opens the model, as ">=1.23".
-        source: "name" and "model_type" of the checkpoint, among others.
+        source: record of the checkpoint, with its "name" and "model_type".
         weights: digests of the checkpoint's weight files.
-        origin: digests of the files that a quantized checkpoint was made from; empty if `quantize` did not make it.
-        tensors: bits, container bits, stored bits (scales included) and granularity of each quantized weight, by name.
+        origin: digests of the files that a quantized checkpoint was made from; empty if `quantize` did not make the
+            checkpoint.
+        tensors: for each quantized weight by name, its bits, container bits, stored bits (scales included) and
+            granularity.
         files: digests of the model's files.
-        calibration: digest of the file of ranges from which the cache's scales were made; empty if the cache is not
-            quantized, and in exports that older versions wrote.
+        calibration: digest of the calibrated ranges' file; empty if the cache is not quantized, or if an older version
+            wrote the export.
     """
 
     options: ExportOptions
@@ -46,7 +48,13 @@ class Manifest:
 def write_manifest(
     folder: Path, options: ExportOptions, floor: str, source: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> None:
-    """Write diffquant.json into an exported folder whose other files are complete; arguments are as in `Manifest`."""
+    """Write diffquant.json into an exported folder whose other files are complete.
+
+    Args:
+        floor: oldest ONNX Runtime version that opens the model, such as "1.23".
+        source: record of the checkpoint, as in `Manifest`.
+        tensors: record of each quantized weight by name, as in `Manifest`.
+    """
     # Imported here because it imports torch, which reading a record must not need.
     from diffquant.support.installation import versions
 
@@ -88,7 +96,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_unchanged(folder: Path, manifest: Manifest) -> None:
-    """Check the model's files, and the ranges of its cache, against the digests in the folder's record.
+    """Check that the digests of the model's files, and of its calibrated ranges, are those in the folder's record.
+
+    Args:
+        manifest: the folder's record.
 
     Raises:
         CheckpointError: some files were edited, damaged or removed after export; the message names them all.

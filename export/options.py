@@ -30,18 +30,19 @@ class ExportOptions:
     """Options of an export to ONNX.
 
     Attributes:
-        weights: scheme of the linears' weights if the checkpoint is not quantized; a quantized one keeps its schemes.
+        weights: scheme of the linears' weights if the checkpoint is not quantized; a quantized checkpoint keeps its
+            schemes.
         kv_bits: width of the KV cache: 16 (the activations' type), or 8 or 4 with static per-channel scales.
         logits: scheme of the attention logits, whose quantization the graph simulates.
         dtype: type of activations, 16-bit weights and an unquantized cache.
         embed_bits: width of embedding and head: 16, or 8 for quantized ones.
         cache: whether the model has a KV cache as inputs and outputs.
-        portable: make the folder readable by transformers.js and optimum: a graph without functions, their file names,
-            and a config.json that describes the model's inputs as a Llama's.
-        accuracy_level: precision of matmuls with weights of up to 4 bits: 4 has int8 activations, 1 float32 ones.
-            Weights of 5 to 8 bits always have int8 activations: ONNX Runtime has no other kernel for them.
+        portable: whether transformers.js and optimum can read the folder. The graph then has no functions, files have
+            the names that both expect, and config.json describes the model's inputs as a Llama's.
+        accuracy_level: precision of matmuls with weights of up to 4 bits: 4 for int8 activations, 1 for float32
+            activations. Weights of 5 to 8 bits always have int8 activations: ONNX Runtime has no other kernel for them.
         genai_device: device for onnxruntime-genai in genai_config.json: "cpu", "cuda" or "cuda:N".
-        web: add outputs from which attention maps can be computed, and web.json for pages that draw them.
+        web: whether to add outputs from which attention maps can be computed, and web.json for pages that draw them.
     """
 
     weights: Scheme = FULL
@@ -62,14 +63,20 @@ class ExportOptions:
 
     @classmethod
     def parse(cls, weights: str = "16", logits: str = "16", **others: Any) -> "ExportOptions":
-        """Make options; schemes are texts such as "4:g32", and other options have the names of the attributes."""
+        """Return options, with schemes given as text.
+
+        Args:
+            weights: scheme of the weights, such as "4:g32"; "16" does not quantize.
+            logits: scheme of the logits, such as "8:row"; "16" does not quantize.
+            others: values of other attributes, by name.
+        """
         return cls(
             weights=parse_target_scheme("weights", weights), logits=parse_target_scheme("logits", logits), **others
         )
 
     @property
     def opset(self) -> int:
-        """Opset of the standard domain."""
+        """The graph's version of the standard ONNX domain."""
         return PORTABLE_OPSET if self.portable else DEFAULT_OPSET
 
     @property
@@ -86,15 +93,15 @@ class ExportOptions:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe with the schemes of weights, keys, values and logits in the graph."""
+        """The schemes of weights, keys, values and logits in the graph, as a recipe."""
         cache = Scheme.parse(self.kv_bits, default="static")
         return Recipe(weights=self.weights, k=cache, v=cache, logits=self.logits)
 
     @property
     def has_custom_matmuls(self) -> bool:
-        """Whether int8 matmuls are nodes of diffquant's op, for which the native library has kernels.
+        """Whether matmuls with int8 activations are nodes of diffquant's op, for which the native library has kernels.
 
-        These kernels need float32 activations and run on the CPU; a page in a browser cannot load the library.
+        The kernels need float32 activations and run only on the CPU. A browser cannot load the library.
         """
         return self.genai_device == "cpu" and not self.web and not self.portable and self.dtype == "float32"
 
@@ -151,7 +158,7 @@ def check_runtime(options: ExportOptions) -> None:
     """Check that the installed ONNX Runtime can load a model with these options.
 
     Raises:
-        UsageError: it cannot; the message names what it lacks.
+        UsageError: the installed version is too old; the message names the oldest that can load the model.
     """
     floor = oldest_runtime(options)
     if _parse_version(onnxruntime.__version__) < _parse_version(floor):
@@ -160,7 +167,7 @@ def check_runtime(options: ExportOptions) -> None:
 
 
 def oldest_runtime(options: ExportOptions, has_stacked_codes: bool = False) -> str:
-    """Return the oldest ONNX Runtime version that loads the model; `make test-all ONLY=readers` tests it.
+    """Return the oldest ONNX Runtime version that loads a model with these options, such as "1.23".
 
     Args:
         has_stacked_codes: whether experts' weights are quantized and stacked, so that the graph gathers from codes.

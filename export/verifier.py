@@ -63,7 +63,7 @@ def verify(
     Raises:
         CheckpointError: the folder was edited after export, was exported from another checkpoint, or cannot run.
         MissingDependencyError: ONNX Runtime cannot use the device.
-        ToleranceError: something differs by more than rounding explains; its `result` is the Verification.
+        ToleranceError: some difference is larger than rounding explains; the error's `result` is the Verification.
     """
     folder = Path(folder)
     # Checked before the checkpoint is opened: this error is clearer if the user swapped the two arguments.
@@ -124,12 +124,15 @@ def _few_threads(source: Source) -> Iterator[None]:
 
 def find_reference(source: Source) -> type[Reference]:
     """Return the class of the torch reference for exports of this checkpoint's architecture."""
-    twin: type[Reference] = resolve_name(source.architecture.export).twin
-    return twin
+    reference_class: type[Reference] = resolve_name(source.architecture.export).reference_class
+    return reference_class
 
 
 def find_float32_matmul_bits(graph: ModelProto) -> set[int]:
-    """Return the bit widths of weights that a graph multiplies with float32 activations; 8 only in older exports."""
+    """Return the bit widths of weights that a graph multiplies by float32 activations.
+
+    Only graphs of older versions have 8 among them.
+    """
     products = [{each.name: each.i for each in node.attribute} for node in graph.graph.node if node.op_type == MATMUL]
     return {product["bits"] for product in products if product["accuracy_level"] == 1}
 
@@ -196,10 +199,10 @@ _OPS = (NAME, QUANTIZED_ATTENTION, MATMUL)
 
 
 def body_problems(model: ModelProto, width: int) -> list[str]:
-    """Check that function bodies agree with the attributes of their nodes; return differences as sentences.
+    """Return sentences on nodes whose attributes differ from those of their function bodies; empty if there are none.
 
     Args:
-        width: width d of a query head.
+        width: width of a query head.
     """
     bodies = {(each.domain, each.name): each for each in model.functions}
     nodes = [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in _OPS]

@@ -34,7 +34,12 @@ class TextList:
 
 @dataclass(frozen=True)
 class Drawing:
-    """An <svg> element from `plots.as_svg`, with a title; the only content of a page that is not escaped."""
+    """A drawing, which is the only content of a page that is not escaped.
+
+    Attributes:
+        svg: <svg> element, as `plots.as_svg` returns it.
+        title: title above the drawing; "" for no title.
+    """
 
     svg: str
     title: str = ""
@@ -47,7 +52,14 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Charts:
-    """Drawings with a common legend, side by side, or one below the other on a narrow page."""
+    """Drawings with a common legend.
+
+    They are side by side, or one below the other on a narrow page.
+
+    Attributes:
+        drawings: drawings in order.
+        keys: legend entries; none by default.
+    """
 
     drawings: Sequence[Drawing]
     keys: Sequence[Key] = ()
@@ -58,7 +70,7 @@ class Charts:
 class Section:
     """Blocks under a heading.
 
-    A section inside another one has a smaller heading; if `folded`, a click on the heading shows its blocks.
+    A section inside another one has a smaller heading. If `folded`, the blocks are hidden until the heading is clicked.
     """
 
     title: str
@@ -76,10 +88,10 @@ class Report:
     """The content of a run's page.
 
     Attributes:
-        kind: verb that made the run, such as "sweep".
-        name: name of the run, which is its folder's.
+        kind: name of the command that made the run, such as "sweep".
+        name: name of the run's folder.
         headline: sentences that summarize the run.
-        date: date of the run, "" if none was recorded.
+        date: date of the run; "" if none was recorded.
         sections: sections, the most important first.
         files: names of files in the same folder with the run's numbers and pictures.
     """
@@ -100,18 +112,19 @@ def write_run(
     report: Callable[[str, Sequence[str]], Report],
     written_files: Sequence[str] = (),
 ) -> list[Path]:
-    """Write a run's files.
+    """Write a run's texts, pictures and page into a folder.
 
     Args:
+        folder: folder of the run; it is created if it does not exist.
         texts: texts by file name, written first.
-        pictures: functions that draw into a file, by file name. One that raises UsageError has nothing to draw; an
-            earlier run's picture is then removed.
+        pictures: functions that draw into a file, by file name. If one raises UsageError, the run has no such picture,
+            and an existing file with its name is removed.
         page_name: file name of the page.
-        report: function that makes the report from the run's name and the names of the files that its page links to.
-        written_files: names of files of the run that were already written.
+        report: function that returns the page's content, given the run's name and the names of the files to link to.
+        written_files: names of the run's files that are already written; the page links to them, too.
 
     Returns:
-        Paths of the texts, the pictures and the page.
+        Paths of the texts, of the pictures that were drawn, and of the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -154,7 +167,10 @@ def render_page(report: Report, links: Sequence[Link] = ()) -> str:
 
 
 def sort_value(text: str | Link) -> float | None:
-    """Return the number with which a cell's text begins, in bytes if it is a size, or None if there is no number."""
+    """Return the number at the start of a cell's text, or None if the text does not start with a number.
+
+    A size such as "1.5 MB" is returned in bytes.
+    """
     shown = str(text)
     number = _NUMBER.match(shown)
     if number is None:
@@ -164,7 +180,7 @@ def sort_value(text: str | Link) -> float | None:
 
 
 def format_settings(values: Mapping[str, object]) -> dict[str, str]:
-    """Format a run's settings for a page; settings that are None or empty are left out."""
+    """Return a run's settings as texts by name, without settings that are None or empty."""
     return {name: _value_text(value) for name, value in values.items() if value not in (None, "", [], ())}
 
 

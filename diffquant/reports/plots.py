@@ -37,20 +37,32 @@ Look = dict[str, Any]
 
 
 def series_style(number: int) -> Look:
-    """Return the colour, marker and line style of series `number`; the first 140 all differ."""
+    """Return a series' colour, marker and line style, as keyword arguments of matplotlib.
+
+    Args:
+        number: number of the series; series 0 to 139 all look different.
+    """
     looks = {"color": COLOURS, "linestyle": STYLES, "marker": MARKERS}
     return {name: values[number % len(values)] for name, values in looks.items()}
 
 
 def legend_entry(number: int, text: str) -> Key:
-    """Return the legend entry of series `number`."""
+    """Return the legend entry of series `number`: its colour, a character shaped like its marker, and the text."""
     style = series_style(number)
     colour = "currentColor" if style["color"] == "#000000" else style["color"]
     return colour, GLYPHS[style["marker"]], text
 
 
 class IntervalPoint(NamedTuple):
-    """A point of a series: x, its value y with the ends of the value's interval, and the text of its tooltip."""
+    """A point of a series, with an interval around its value.
+
+    Attributes:
+        x: position on the x axis.
+        y: value.
+        low: lower end of the value's interval.
+        high: upper end of the value's interval.
+        tip: text of the tooltip.
+    """
 
     x: float
     y: float
@@ -65,9 +77,9 @@ class PlotLine:
 
     Attributes:
         model: name of the model, or of the granularity in a sweep of one model.
-        points: points in order.
+        points: points, in the order in which the line connects them.
         scheme: scheme of the line, such as its bit width; empty if the points' x is the bit width.
-        full: value at 16 bits, or None if the line shows changes from 16 bits.
+        full: point at 16 bits, or None if values are differences from the value at 16 bits.
     """
 
     model: str
@@ -81,10 +93,10 @@ Tips = list[str]
 
 
 def add_tooltip(axis: Any, tips: Tips | None, x: float, y: float, text: str) -> None:
-    """Add a tooltip to a point: an invisible marker over it, large enough for the pointer to hit.
+    """Add a tooltip to a point, with an invisible marker that is large enough for the pointer to hit.
 
     Args:
-        tips: tooltips of the drawing, to which the text is added; if None, nothing happens.
+        tips: list of the drawing's tooltips, to which `text` is appended; if None, nothing happens.
     """
     if tips is not None:
         axis.plot([x], [y], "o", markersize=13, color="none", zorder=9, gid=f"tip-{len(tips)}")
@@ -109,7 +121,7 @@ class Picture:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Make a figure, sized in inches, whose parts do not overlap."""
+    """Return a matplotlib figure whose parts do not overlap; sizes are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -121,7 +133,11 @@ def escape_dollars(name: str) -> str:
 
 
 def set_log_scale(axis: Any) -> None:
-    """Make a y axis logarithmic, with tick labels such as 0.01, and more of them if its range is small."""
+    """Make the y axis logarithmic, with decimal tick labels such as 0.01.
+
+    Ticks are at powers of 10. If the axis spans a factor of less than 500, ticks are also at 2 and 5 times these
+    powers.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_yscale("log")
@@ -132,13 +148,13 @@ def set_log_scale(axis: Any) -> None:
 
 
 def as_svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
-    """Return the figure as one <svg> element that refers to nothing outside itself.
+    """Return a figure as one <svg> element, which loads nothing from outside.
 
-    Text stays text. Black, white and greys follow the page's dark or light scheme.
+    Text is stored as text, not as outlines. Black, white and greys follow the page's dark or light scheme.
 
     Args:
         name: description of the drawing, for screen readers.
-        tips: tooltips of its points.
+        tips: texts of the tooltips, in the order in which `add_tooltip` added them.
     """
     import matplotlib
 
@@ -157,12 +173,12 @@ def as_svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
 
 
 def draw_panel(size: tuple[float, float], draw: Callable[[Any, Tips], object], name: str, title: str = "") -> Drawing:
-    """Draw one panel for a page.
+    """Draw one plot, and return it as a drawing for a page.
 
     Args:
         size: width and height in inches.
-        draw: function that draws into an axis and adds tooltips.
-        name: description of the drawing, as in `as_svg`.
+        draw: function that draws into the axis that it gets, and appends tooltips to the list that it gets.
+        name: description of the drawing, for screen readers.
         title: title above the drawing.
     """
     figure, tips = new_figure(*size), list[str]()
@@ -171,7 +187,12 @@ def draw_panel(size: tuple[float, float], draw: Callable[[Any, Tips], object], n
 
 
 def draw_intervals(axis: Any, points: Sequence[IntervalPoint], number: int, tips: Tips | None = None) -> Any:
-    """Draw points with error bars, in the colour and with the marker of series `number`."""
+    """Draw points with error bars, and return matplotlib's container of them.
+
+    Args:
+        number: number of the series, which determines the colour and the marker.
+        tips: list to which the points' tooltips are appended; if None, there are no tooltips.
+    """
     places, heights = [point.x for point in points], [point.y for point in points]
     bars = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
     drawn = axis.errorbar(
@@ -183,7 +204,7 @@ def draw_intervals(axis: Any, points: Sequence[IntervalPoint], number: int, tips
 
 
 def style_axis(axis: Any, grid: Literal["x", "y", "both"] = "y") -> None:
-    """Give an axis a pale grid behind its content, and remove its top and right border."""
+    """Give an axis a pale grid behind its content, and remove its top and right borders."""
     axis.grid(axis=grid, color=GRID, linewidth=0.7)
     axis.set_axisbelow(True)
     for side in ("top", "right"):

@@ -22,7 +22,7 @@ class Link:
     """A text that links to a file.
 
     Attributes:
-        path: path of the file relative to the page's folder, with slashes.
+        path: path of the file relative to the page's folder, with forward slashes.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Link:
 
     @property
     def address(self) -> str:
-        """The path as a URL on a page; it always leads to a local file."""
+        """The path as a URL; it starts with "." or "/", so that it cannot be read as a web address."""
         return quote(self.path if self.path.startswith((".", "/")) else f"./{self.path}")
 
     def __str__(self) -> str:
@@ -39,14 +39,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts, for a page (where a click on a heading sorts it), a terminal or a document.
+    """A table of texts, for a page, a terminal or a document.
+
+    On a page, a click on a heading sorts the table.
 
     Attributes:
         heads: headings of the columns.
-        rows: texts or links of each table row, as many as headings.
-        shaded: for each row, whether it is shaded as a baseline of others; none is by default.
-        names: number of first columns that hold names, aligned left; the others hold numbers, aligned right.
-        prose: number of last columns that hold sentences, which may wrap.
+        rows: texts or links of each table row, one per column.
+        shaded: whether each row is shaded as a baseline; if empty, no row is.
+        names: number of leading columns with names, aligned left; the columns after them have numbers, aligned right.
+        prose: number of trailing columns with sentences, which may wrap on a page.
     """
 
     heads: Sequence[str]
@@ -58,21 +60,22 @@ class Table:
 
     @property
     def is_filtered(self) -> bool:
+        """Whether the page has a text field that filters the rows."""
         return len(self.rows) > _FEW_ROWS
 
     def is_shaded(self, row: int) -> bool:
         return bool(self.shaded) and self.shaded[row]
 
     def text_lines(self) -> list[str]:
-        """Return its lines for a terminal, as `align_columns` makes them."""
+        """Return the table as lines of text with aligned columns, for a terminal."""
         return align_columns(self.heads, self._texts, self.names)
 
     def markdown(self) -> list[str]:
-        """Return its lines for a document, as `markdown` makes them."""
+        """Return the table as lines of Markdown, for a document."""
         return markdown(self.heads, self._texts)
 
     def html(self) -> str:
-        """Return a plain HTML table for a notebook."""
+        """Return the table as plain HTML, for a notebook."""
         rows = [("th", [*self.heads]), *(("td", texts) for texts in self._texts)]
         lines = ("".join(f"<{kind}>{escape(text)}</{kind}>" for text in texts) for kind, texts in rows)
         return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
@@ -83,10 +86,14 @@ class Table:
 
 
 def align_columns(head: Sequence[str], lines: Sequence[Sequence[str]], names: int = 1) -> list[str]:
-    """Align the head, a rule and the lines in columns as wide as their longest text; each text is put on one line.
+    """Return the head, a rule and the rows as lines of text with aligned columns.
+
+    Line breaks inside a text become spaces.
 
     Args:
-        names: number of first columns that hold names, aligned left; the others hold numbers, aligned right.
+        head: headings of the columns.
+        lines: texts of each row.
+        names: number of leading columns with names, aligned left; the columns after them have numbers, aligned right.
     """
     head, *lines = ([one_line(text) for text in texts] for texts in (head, *lines))
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
@@ -103,13 +110,16 @@ def _line(texts: Sequence[str], widths: Sequence[int], names: int) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Write the head, a rule and the lines as a Markdown table, whose cells may hold Markdown."""
+    """Return the head, a rule and the rows as lines of a Markdown table; texts may contain Markdown."""
     rows = ([one_line(text) for text in texts] for texts in (head, ["---"] * len(head), *lines))
     return [f"| {' | '.join(texts)} |" for texts in rows]
 
 
 def format_csv(records: Sequence[Mapping[str, object]]) -> str:
-    """Write records as CSV with full numbers; an apostrophe precedes texts that a spreadsheet would evaluate."""
+    """Return records as CSV, with a column for every name that a record has.
+
+    Numbers have all their digits. A text that a spreadsheet would evaluate gets an apostrophe before it.
+    """
     heads = list(dict.fromkeys(name for record in records for name in record))
     rows: list[list[object]] = [[*heads], *([_as_text(record.get(name, "")) for name in heads] for record in records)]
     return "".join(f"{_csv_line(row)}\n" for row in rows)
@@ -130,7 +140,7 @@ def _as_text(value: object) -> object:
 
 
 def format_size(size: float) -> str:
-    """Format a number of bytes in MB, or from 1 GB on in GB (powers of ten)."""
+    """Format a number of bytes in MB, or in GB from 1 GB on; 1 MB is 10^6 bytes."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
@@ -139,21 +149,24 @@ _ALIKE = 0.01
 
 
 def stored_bits_per_weight(nbytes: float, weights: int) -> float:
-    """Return the bits per weight of weights that take `nbytes` with their scales.
+    """Return the stored bits per weight.
 
     Args:
+        nbytes: stored bytes of the weights, scales included.
         weights: number of weights.
     """
     return 8 * nbytes / max(1, weights)
 
 
 def bytes_at_16_bits(weights: int) -> int:
-    """Return the bytes of `weights` weights at 16 bits each."""
+    """Return the number of bytes that `weights` weights take at 16 bits each."""
     return 2 * weights
 
 
 def compare_size(nbytes: int, source_bytes: int, weights: int) -> str:
-    """Describe a size as a share of the source's size and, if that is not 16 bits per weight, of the size at 16 bits.
+    """Return a text with a size and its share of the source's size.
+
+    If the source does not have 16 bits per weight, the text also has the share of the size at 16 bits.
 
     Args:
         nbytes: bytes that were or would be written.

@@ -1,7 +1,9 @@
-"""Export of gated MLPs with PolyNorm, and of mixtures of experts as a Loop over the experts that some token chose.
+"""Export of gated MLPs with PolyNorm, and of mixtures of experts as a Loop over the experts that the router chose.
 
 A weight has the matrices of all experts, or of all heads, stacked along its rows. MatMulNBits needs constant codes, so
 the graph gathers and dequantizes the weight of each chosen expert.
+
+In functions that add a block, `x` is the name of its input [B, T, D], and names of its parameters start with `prefix`.
 """
 
 from collections.abc import Sequence
@@ -47,10 +49,12 @@ def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor,
 
 
 def add_expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, number: str) -> str:
-    """Add the matmul of x [tokens, in] with one expert's transposed weight; return the output's name, [tokens, out].
+    """Add the matmul of x with one expert's transposed weight, and return the name of the output [tokens, out].
 
     Args:
+        x: name of the input [tokens, in].
         matrix: weight [experts·out, in] of all experts.
+        experts: number of experts.
         number: name of the expert's index, an int64 scalar.
     """
     graph = linears.graph
@@ -99,7 +103,11 @@ def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], num
 
 
 def scale_by(decoder: Decoder, x: str, factor: float, is_float32: bool = False) -> str:
-    """Multiply x by a constant and return the product's name; `is_float32`: x is float32, not the activations' type."""
+    """Multiply x by a constant, and return the product's name; if the factor is 1, return x.
+
+    Args:
+        is_float32: whether x is float32; if false, x has the activations' type.
+    """
     if factor == 1.0:
         return x
     dtype = np.dtype(np.float32) if is_float32 else helper.tensor_dtype_to_np_dtype(decoder.graph.kind)
@@ -110,37 +118,40 @@ def _bounds(decoder: Decoder, poly: PolySettings) -> list[str]:
     return [decoder.graph.constant(f"clamp.{x!r}", np.array(x, np.float32)) for x in (-poly.clamp, poly.clamp)]
 
 
-def add_poly_mlp(decoder: Decoder, x: str, place: str, block: PolyMLPBlock) -> str:
-    """Add a gated MLP with PolyNorm, and return its output's name."""
+def add_poly_mlp(decoder: Decoder, x: str, prefix: str, block: PolyMLPBlock) -> str:
+    """Add a gated MLP with PolyNorm as its activation function, and return its output's name."""
     bounds = _bounds(decoder, block.poly)
     gate, up = (
         decoder.graph.add("Clip", decoder.graph.to_float32(y), *bounds)
-        for y in decoder.add_linears(x, [f"{place}.gate_proj", f"{place}.up_proj"])
+        for y in decoder.add_linears(x, [f"{prefix}.gate_proj", f"{prefix}.up_proj"])
     )
-    weight, bias = _poly_parameters(decoder, f"{place}.act_fn", block.poly)
+    weight, bias = _poly_parameters(decoder, f"{prefix}.act_fn", block.poly)
     active = EMITTED[block.activation](decoder.graph, gate, {"weight": weight, "bias": bias})
     product = decoder.graph.to_activation_type(decoder.graph.add("Mul", active, up))
-    return decoder.add_linear(scale_by(decoder, product, block.poly.scale), f"{place}.down_proj")
+    return decoder.add_linear(scale_by(decoder, product, block.poly.scale), f"{prefix}.down_proj")
 
 
-def _poly_parameters(decoder: Decoder, place: str, poly: PolySettings) -> list[str]:
-    weight, bias = (decoder.plan.read_vector(f"{place}.{name}") for name in ("weight", "bias"))
+def _poly_parameters(decoder: Decoder, prefix: str, poly: PolySettings) -> list[str]:
+    weight, bias = (decoder.plan.read_vector(f"{prefix}.{name}") for name in ("weight", "bias"))
     if poly.sigmoid:
         weight = weight.sigmoid()
     if poly.bias_clamp is not None:
         bias = bias.clamp(-poly.bias_clamp, poly.bias_clamp)
     return [
-        decoder.graph.constant(f"{place}.{name}", values.numpy())
+        decoder.graph.constant(f"{prefix}.{name}", values.numpy())
         for name, values in (("weight", weight), ("bias", bias))
     ]
 
 
-def add_experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> str:
-    """Add a mixture of experts: router, Loop over the chosen experts and shared expert; return the output's name."""
+def add_experts(decoder: Decoder, x: str, prefix: str, block: ExpertsBlock) -> str:
+    """Add a mixture of experts, and return its output's name.
+
+    The nodes are a router, a Loop over the experts that it chose for any token, and a shared expert for all tokens.
+    """
     graph = decoder.graph
     tokens = graph.add("Reshape", x, graph.int64("tokens", (-1, block.width)))
-    chosen, shares = _route(decoder, tokens, place, block)
-    parameters = _poly_parameters(decoder, f"{place}.experts.act_fn", block.poly)
+    chosen, shares = _route(decoder, tokens, prefix, block)
+    parameters = _poly_parameters(decoder, f"{prefix}.experts.act_fn", block.poly)
     some = graph.unused_name("Unique")
     graph.add_with_outputs("Unique", [graph.add("Reshape", chosen, graph.int64("flat", (-1,)))], [some], sorted=1)
     count = graph.add("Squeeze", graph.add("Shape", some))
@@ -151,7 +162,7 @@ def add_experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> st
     given = [graph.unused_name(name) for name in ("round", "goes", "sum")]
     with graph.collect_nodes() as nodes:
         number = graph.add("Gather", some, given[0])
-        total = _with_expert(decoder, given[2], number, tokens, chosen, shares, parameters, place, block)
+        total = _with_expert(decoder, given[2], number, tokens, chosen, shares, parameters, prefix, block)
         goes_on = graph.add("Identity", given[1])
     kinds: list[tuple[int, list[int] | None]] = [
         (TensorProto.INT64, []),
@@ -160,21 +171,21 @@ def add_experts(decoder: Decoder, x: str, place: str, block: ExpertsBlock) -> st
     ]
     inputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip(given, kinds, strict=True)]
     outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip((goes_on, total), kinds[1:], strict=True)]
-    body = helper.make_graph(nodes, f"{place}.expert", inputs, outputs)
+    body = helper.make_graph(nodes, f"{prefix}.expert", inputs, outputs)
     routed = decoder.graph.to_activation_type(graph.add("Loop", count, always, nothing, body=body))
     by_token = graph.add("Reshape", routed, graph.add("Shape", x))
-    return graph.add("Add", by_token, add_poly_mlp(decoder, x, f"{place}.shared_experts", block.shared))
+    return graph.add("Add", by_token, add_poly_mlp(decoder, x, f"{prefix}.shared_experts", block.shared))
 
 
-def _route(decoder: Decoder, tokens: str, place: str, block: ExpertsBlock) -> tuple[str, str]:
+def _route(decoder: Decoder, tokens: str, prefix: str, block: ExpertsBlock) -> tuple[str, str]:
     """Add the router; return the names of each token's expert indices, int64 [N, chosen], and float32 weights."""
     graph, plan = decoder.graph, decoder.plan
-    name = f"{place}.router.gate.weight"
+    name = f"{prefix}.router.gate.weight"
     weight = graph.constant(name, plan.read_small_matrix(name).T.contiguous().numpy())
     scores = graph.add("Sigmoid", graph.add("MatMul", decoder.graph.to_float32(tokens), weight))
     favoured = scores
     if block.biased:
-        bias = graph.constant(f"{place}.expert_bias", plan.read_vector(f"{place}.expert_bias").numpy())
+        bias = graph.constant(f"{prefix}.expert_bias", plan.read_vector(f"{prefix}.expert_bias").numpy())
         favoured = graph.add("Add", scores, bias)
     chosen = graph.unused_name("TopK_indices")
     graph.add_with_outputs(
@@ -196,7 +207,7 @@ def _with_expert(
     chosen: str,
     shares: str,
     parameters: Sequence[str],
-    place: str,
+    prefix: str,
     block: ExpertsBlock,
 ) -> str:
     """Add one expert's weighted output for its tokens to the sum `total` [N, D], and return the new sum's name."""
@@ -207,7 +218,7 @@ def _with_expert(
     share = graph.add("GatherND", shares, graph.add("Transpose", places, perm=[1, 0]))
     own = graph.add("Gather", tokens, rows)
     up_matrix, down_matrix = (
-        decoder.plan.matrices[f"{place}.experts.{name}"] for name in ("gate_up_proj", "down_proj")
+        decoder.plan.matrices[f"{prefix}.experts.{name}"] for name in ("gate_up_proj", "down_proj")
     )
     both = decoder.graph.to_float32(add_expert_product(decoder.linears, own, up_matrix, block.experts, number))
     gate, up = decoder.graph.split(both, [block.inner, block.inner])

@@ -3,6 +3,8 @@
 The hidden states between layers are each token's E residual streams, concatenated to [B, T, E·D]. The op
 `diffquant::ReadStreams`, described in docs/differential-attention-op.md, computes the input of attention or MLP from
 them.
+
+In functions that add a block, `x` is the name of its input, and names of its parameters start with `prefix`.
 """
 
 from collections.abc import Mapping
@@ -37,8 +39,8 @@ def read_streams_function(streams: int, sinkhorn_iterations: int, opset: int) ->
 
     Args:
         streams: number E of residual streams.
-        sinkhorn_iterations: how often rows of the mixing matrix, then columns, are divided by their sums.
-        opset: the model's version of the standard domain, 18 or later.
+        sinkhorn_iterations: number of times that rows and then columns of the mixing matrix are normalized.
+        opset: the model's version of the standard ONNX domain, 18 or later.
     """
     signature = f"{READ_STREAMS} (x, weight, projection, alpha, bias) => (read, mixed, writes)"
     return make_function(signature, _text(streams, sinkhorn_iterations), opset)
@@ -101,7 +103,7 @@ _ANGLES, _POSITIONS = "angles", "positions"
 
 
 class Motif3Reference(Reference):
-    """The torch reference of an exported Motif-3."""
+    """The torch reference of an exported Motif-3 model."""
 
     packs = False
 
@@ -142,9 +144,9 @@ class Motif3Reference(Reference):
 
 
 class Motif3Decoder(Decoder):
-    """Builds layers of latent attention and experts, with several residual streams."""
+    """Builds Motif-3's ONNX graph, with latent attention, experts and several residual streams."""
 
-    twin = Motif3Reference
+    reference_class = Motif3Reference
 
     def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
         super().__init__(plan, scales)
@@ -182,46 +184,46 @@ class Motif3Decoder(Decoder):
         return graph.add("Reshape", streams, graph.int64("one_behind_another", (0, 0, -1)), name=name)
 
 
-def add_read_streams(decoder: Decoder, x: str, place: str, block: StreamGatesBlock) -> tuple[str, str, str]:
+def add_read_streams(decoder: Decoder, x: str, prefix: str, block: StreamGatesBlock) -> tuple[str, str, str]:
     """Add the ReadStreams node before attention or MLP.
 
     Returns:
-        Names of the input [B, T, D] of attention or MLP, of the mixed streams [B, T, E, D], and of the factors
-        [B, T, E, 1] with which the output of attention or MLP is added to each stream.
+        Names of the input [B, T, D] of attention or MLP, the mixed streams [B, T, E, D], and the factors [B, T, E, 1]
+        by which the output of attention or MLP is multiplied before it is added to the streams.
     """
     graph, plan = decoder.graph, decoder.plan
     decoder.add_function(read_streams_function(block.streams, block.rounds, decoder.options.opset))
     heights = {gate: int(np.prod(shape)) for gate, shape in block.gate_shapes.items()}
     parts = {
-        "projection": torch.cat([plan.read_small_matrix(f"{place}.proj_{gate}.weight") for gate in heights]).T,
-        "alpha": torch.cat([plan.read_vector(f"{place}.alpha_{gate}").expand(n) for gate, n in heights.items()]),
-        "bias": torch.cat([plan.read_vector(f"{place}.bias_{gate}").flatten() for gate in heights]),
+        "projection": torch.cat([plan.read_small_matrix(f"{prefix}.proj_{gate}.weight") for gate in heights]).T,
+        "alpha": torch.cat([plan.read_vector(f"{prefix}.alpha_{gate}").expand(n) for gate, n in heights.items()]),
+        "bias": torch.cat([plan.read_vector(f"{prefix}.bias_{gate}").flatten() for gate in heights]),
     }
-    inputs = [graph.constant(f"{place}.{name}", values.contiguous().numpy()) for name, values in parts.items()]
-    weight = graph.constant(f"{place}.weight", plan.read_vector(f"{place}.rms_norm.weight").numpy())
-    read, mixed, writes = names = [f"{place}.{name}" for name in ("read", "mixed", "writes")]
+    inputs = [graph.constant(f"{prefix}.{name}", values.contiguous().numpy()) for name, values in parts.items()]
+    weight = graph.constant(f"{prefix}.weight", plan.read_vector(f"{prefix}.rms_norm.weight").numpy())
+    read, mixed, writes = names = [f"{prefix}.{name}" for name in ("read", "mixed", "writes")]
     graph.add_with_outputs(READ_STREAMS, [x, weight, *inputs], names, DOMAIN)
     return read, mixed, scale_by(decoder, writes, block.post_scale, is_float32=True)
 
 
-def add_latent_attention(decoder: Decoder, x: str, place: str, block: LatentAttentionBlock) -> str:
+def add_latent_attention(decoder: Decoder, x: str, prefix: str, block: LatentAttentionBlock) -> str:
     """Add attention over latents, and return its output's name.
 
-    Keys and values are not expanded: the key matrices multiply the queries, and the value matrices the outputs.
+    Latents are not expanded: queries are multiplied by the key matrices, and outputs by the value matrices.
     """
     graph, layer, spec = decoder.graph, block.layer, block.spec
-    of_query, kept = decoder.add_linears(x, [f"{place}.wq_a", f"{place}.wkv_a"])
-    query_latent = add_norm(decoder, of_query, f"{place}.q_norm", RMSNormBlock(0, block.eps))
+    of_query, kept = decoder.add_linears(x, [f"{prefix}.wq_a", f"{prefix}.wkv_a"])
+    query_latent = add_norm(decoder, of_query, f"{prefix}.q_norm", RMSNormBlock(0, block.eps))
     raw, turning = decoder.graph.split(kept, [block.latent, block.rope])
-    latent = add_norm(decoder, raw, f"{place}.kv_norm", RMSNormBlock(0, block.eps))
+    latent = add_norm(decoder, raw, f"{prefix}.kv_norm", RMSNormBlock(0, block.eps))
     by_head = graph.int64("one_head", (0, 0, 1, block.rope))
     by_token = graph.int64("one_behind_another", (0, 0, -1))
     turned = graph.add("Reshape", _rotate(decoder, graph.add("Reshape", turning, by_head), block), by_token)
     key = graph.add("Concat", latent, turned, axis=-1)
     value = graph.add("Pad", latent, graph.int64("behind_a_latent", (0, 0, 0, 0, 0, block.rope)))
-    signal_gate, lam = decoder.add_signal_gate_and_lam(x, place)
+    signal_gate, lam = decoder.add_signal_gate_and_lam(x, prefix)
     present = decoder.add_present_outputs()
-    inputs = [_queries(decoder, query_latent, place, block), key, value, lam, *decoder.add_past_inputs()]
+    inputs = [_queries(decoder, query_latent, prefix, block), key, value, lam, *decoder.add_past_inputs()]
     inputs += [*decoder.tokens.lengths, "", ""]
     inputs += [*(decoder.add_cache_scales() or ["", ""]), signal_gate, ""]
     attended = f"layers.{layer}.attention"
@@ -229,33 +231,33 @@ def add_latent_attention(decoder: Decoder, x: str, place: str, block: LatentAtte
         NAME, inputs, [attended, *present], DOMAIN, **decoder.attention_attributes(block.window).to_dict()
     )
     rows = graph.int64("pairs_by_group", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
-    bounds = [graph.int64(f"channel.{place}", (place,)) for place in (0, block.latent, -1)]
+    bounds = [graph.int64(f"channel.{bound}", (bound,)) for bound in (0, block.latent, -1)]
     of_latents = graph.add("Slice", graph.add("Reshape", attended, rows), *bounds)
     sizes = spec.pairs // spec.kv_pairs, block.latent, spec.value_dim
-    y = _by_head(decoder, of_latents, _expansion(decoder, place, block, of_values=True), sizes, block)
-    (gate,) = decoder.linears.add_products(query_latent, [decoder.plan.matrices[f"{place}.wq_b_gate.weight"]])
+    y = _by_head(decoder, of_latents, _expansion(decoder, prefix, block, of_values=True), sizes, block)
+    (gate,) = decoder.linears.add_products(query_latent, [decoder.plan.matrices[f"{prefix}.wq_b_gate.weight"]])
     gated = graph.add("Mul", graph.add("Reshape", y, by_token), graph.add("Sigmoid", gate))
-    return decoder.add_linear(gated, f"{place}.wo")
+    return decoder.add_linear(gated, f"{prefix}.wo")
 
 
-def _queries(decoder: Decoder, query_latent: str, place: str, block: LatentAttentionBlock) -> str:
+def _queries(decoder: Decoder, query_latent: str, prefix: str, block: LatentAttentionBlock) -> str:
     """Add the queries over latents [B, T, (h+n)·row], and return their name."""
     graph, spec = decoder.graph, block.spec
-    projected = decoder.add_linear(query_latent, f"{place}.wq_b")
+    projected = decoder.add_linear(query_latent, f"{prefix}.wq_b")
     heads = graph.add("Reshape", projected, graph.int64("by_head", (0, 0, spec.query_heads, spec.head_dim)))
     plain, turning = decoder.graph.split(heads, [block.unrotated_width, block.rope])
     groups = graph.add("Reshape", plain, graph.int64("by_group", (0, 0, spec.kv_pairs, -1, block.unrotated_width)))
     sizes = spec.query_heads // spec.kv_pairs, block.unrotated_width, block.latent
-    within = _by_head(decoder, groups, _expansion(decoder, place, block, of_values=False), sizes, block)
+    within = _by_head(decoder, groups, _expansion(decoder, prefix, block, of_values=False), sizes, block)
     latents = graph.add("Reshape", within, graph.int64("by_latent", (0, 0, spec.query_heads, block.latent)))
     queries = graph.add("Concat", latents, _rotate(decoder, turning, block), axis=-1)
     rows = graph.add("Reshape", queries, graph.int64("one_behind_another", (0, 0, -1)))
     return scale_by(decoder, rows, block.scale_factor)
 
 
-def _expansion(decoder: Decoder, place: str, block: LatentAttentionBlock, of_values: bool) -> str:
+def _expansion(decoder: Decoder, prefix: str, block: LatentAttentionBlock, of_values: bool) -> str:
     """Add the matrices [G, plain, latent] of keys, or [G, latent, dv] of values, and return their name."""
-    matrix = decoder.plan.matrices[f"{place}.wkv_b.weight"]
+    matrix = decoder.plan.matrices[f"{prefix}.wkv_b.weight"]
     by_head = torch.arange(matrix.shape[0]).view(block.spec.kv_pairs, -1)
     rows = by_head[:, block.unrotated_width :] if of_values else by_head[:, : block.unrotated_width]
     name = f"{matrix.module}.{'values' if of_values else 'keys'}"
@@ -285,7 +287,7 @@ def _rotate(decoder: Decoder, x: str, block: LatentAttentionBlock) -> str:
 def _cos_and_sin(decoder: Decoder, frequencies: tuple[float, ...]) -> list[str]:
     """Return the names of RoPE's cosines and sines [B, T, 1, rope/2], added once for layers with equal frequencies."""
     graph = decoder.graph
-    angles: dict[tuple[float, ...], list[str]] = decoder.left.setdefault(_ANGLES, {})
+    angles: dict[tuple[float, ...], list[str]] = decoder.shared_values.setdefault(_ANGLES, {})
     if frequencies not in angles:
         constant = graph.constant(f"frequencies.{len(angles)}", np.array(frequencies, np.float32))
         if not angles:

@@ -1,4 +1,7 @@
-"""Export of SambaY: Mamba, gated memory, attention over shared keys and values, and the torch reference."""
+"""Export of SambaY: Mamba, gated memory, attention over shared keys and values, and the torch reference.
+
+In functions that add a block, `x` is the name of its input [B, T, D], and names of its parameters start with `prefix`.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -37,16 +40,17 @@ PAST_STATE = "past_{state}.{layer}"
 PRESENT_STATE = "present_{state}.{layer}"
 STATES = ("conv", "ssm")
 _COUNTS, _IS_TOKEN = "new_tokens", "is_token"
-# Keys of `Decoder.left`: the last Mamba layer's output, and an attention layer's new and past keys and values with
-# their scales.
+# Keys of `Decoder.shared_values`: the last Mamba layer's output, and an attention layer's new and past keys and values
+# with their scales.
 _MEMORY, _SHARED = "memory", "shared"
 
 
 class SambaYReference(Reference):
-    """The torch reference of an exported SambaY.
+    """The torch reference of an exported SambaY model.
 
-    The memory, keys and values that a layer reads from earlier layers are those that the reference computed for them in
-    the same pass, from the runtime's hidden states.
+    Each layer gets the runtime's hidden states. The memory, keys and values that it reads from earlier layers come from
+    the reference, which stored them when it computed those layers. So layers are computed in order, for one passage at
+    a time.
     """
 
     _flow: LayerState | None = None
@@ -98,7 +102,7 @@ class _LayerCache(GrowingCache):
         if past is not None and past.states is not None:
             self.state.write(*(x.expand(batch, -1, -1) for x in past.states))
 
-    def recurrent(self, _layer: int) -> RecurrentLayer:
+    def recurrent_layer(self, _layer: int) -> RecurrentLayer:
         return self.state
 
 
@@ -114,9 +118,12 @@ def _cut_flow(flow: LayerState, x: Tensor, tokens: slice, length: int) -> LayerS
 
 
 class SambaYDecoder(Decoder):
-    """Builds layers of Mamba, gated memory, and attention: windowed, full, or over another layer's keys and values."""
+    """Builds SambaY's ONNX graph, with layers of Mamba, gated memory units and attention.
 
-    twin = SambaYReference
+    Attention is over all tokens, within a window, or over the keys and values of an earlier layer.
+    """
+
+    reference_class = SambaYReference
     has_wide_residual = True
 
     def add_embedding(self, ids: str) -> str:
@@ -128,91 +135,100 @@ class SambaYDecoder(Decoder):
         return super().add_embedding(ids)
 
 
-def add_norm(decoder: Decoder, x: str, place: str, block: LayerNormBlock) -> str:
+def add_norm(decoder: Decoder, x: str, prefix: str, block: LayerNormBlock) -> str:
     """Add a LayerNorm in the activations' type, and return its output's name."""
-    names = (f"{place}.{part}" for part in ("weight", "bias"))
+    names = (f"{prefix}.{part}" for part in ("weight", "bias"))
     weight, bias = (decoder.graph.typed_constant(name, decoder.plan.read_vector(name)) for name in names)
     graph = decoder.graph
     return graph.add("LayerNormalization", graph.to_activation_type(x), weight, bias, axis=-1, epsilon=block.eps)
 
 
-def add_mlp(decoder: Decoder, x: str, place: str, block: FusedMLPBlock) -> str:
+def add_mlp(decoder: Decoder, x: str, prefix: str, block: FusedMLPBlock) -> str:
     """Add a gated MLP whose gate and up projections are one weight, and return its output's name."""
-    gate, value = _halves(decoder, decoder.add_linear(x, f"{place}.fc1"), block.inner)
+    gate, value = _halves(decoder, decoder.add_linear(x, f"{prefix}.fc1"), block.inner)
     active = EMITTED[block.activation](decoder.graph, gate, {})
-    return decoder.add_linear(decoder.graph.add("Mul", value, active), f"{place}.fc2")
+    return decoder.add_linear(decoder.graph.add("Mul", value, active), f"{prefix}.fc2")
 
 
-def add_attention(decoder: Decoder, x: str, place: str, block: FusedAttentionBlock) -> str:
-    """Add attention over the layer's keys and values, or an earlier layer's, and return the output's name."""
+def add_attention(decoder: Decoder, x: str, prefix: str, block: FusedAttentionBlock) -> str:
+    """Add attention, and return its output's name.
+
+    If the block caches no keys and values, it uses those of an earlier layer.
+    """
     layer, graph = block.layer, decoder.graph
-    projected = decoder.add_linear(x, f"{place}.Wqkv")
+    projected = decoder.add_linear(x, f"{prefix}.Wqkv")
     if block.cached_shapes is None:
         # The shared new keys and values are appended again: before 1.27, ONNX Runtime needs new ones with a cache.
         query, present = projected, [f"layers.{layer}.{part}" for part in ("keys", "values")]
     else:
         query, *new = (f"layers.{layer}.{part}" for part in ("query", "key", "value"))
         graph.split(projected, block.row_counts, [query, *new])
-        decoder.left[_SHARED] = [*new, *decoder.add_past_inputs()], decoder.add_cache_scales()
+        decoder.shared_values[_SHARED] = [*new, *decoder.add_past_inputs()], decoder.add_cache_scales()
         present = decoder.add_present_outputs()
-    (key, value, *past), scales = decoder.left[_SHARED]
-    inner = f"{place}.inner_cross_attn"
+    (key, value, *past), scales = decoder.shared_values[_SHARED]
+    inner = f"{prefix}.inner_cross_attn"
     lam = decoder.add_scalar_lam(inner)
     inputs = [query, key, value, lam, *past, *decoder.tokens.lengths, "", "", *(scales or ["", ""]), "", ""]
     attended = f"layers.{layer}.attention"
     graph.add_with_outputs(
         NAME, inputs, [attended, *present], DOMAIN, **decoder.attention_attributes(block.window).to_dict()
     )
-    return decoder.add_linear(decoder.add_post_norm(attended, inner), f"{place}.out_proj")
+    return decoder.add_linear(decoder.add_post_norm(attended, inner), f"{prefix}.out_proj")
 
 
-def add_mamba(decoder: Decoder, x: str, place: str, block: MambaBlock) -> str:
-    """Add a Mamba-1 block with its two recurrent states, and return its output's name."""
+def add_mamba(decoder: Decoder, x: str, prefix: str, block: MambaBlock) -> str:
+    """Add a Mamba-1 block, and return its output's name.
+
+    In a model with a cache, the states of the convolution and of the scan are inputs and outputs of the model.
+    """
     graph, layer, opset = decoder.graph, decoder.layer, decoder.options.opset
     decoder.add_function(causal_convolution_function(block.kernel_size, opset))
     decoder.add_function(selective_scan_function(opset))
-    u, gate = _halves(decoder, decoder.add_linear(x, f"{place}.in_proj"), block.inner)
-    inputs = _silu(decoder, _convolve(decoder, u, place, block))
+    u, gate = _halves(decoder, decoder.add_linear(x, f"{prefix}.in_proj"), block.inner)
+    inputs = _silu(decoder, _convolve(decoder, u, prefix, block))
     widths = [block.rank, block.states, block.states]
     low, into, out_of = (f"layers.{layer}.{name}" for name in ("step_low", "into", "out_of"))
-    graph.split(decoder.add_linear(inputs, f"{place}.x_proj"), widths, [low, into, out_of])
-    scanned = _scan(decoder, [inputs, _step(decoder, low, place), into, out_of], place, block)
-    memory = decoder.left[_MEMORY] = graph.to_activation_type(scanned)
-    return decoder.add_linear(graph.add("Mul", memory, _silu(decoder, gate)), f"{place}.out_proj")
+    graph.split(decoder.add_linear(inputs, f"{prefix}.x_proj"), widths, [low, into, out_of])
+    scanned = _scan(decoder, [inputs, _step(decoder, low, prefix), into, out_of], prefix, block)
+    memory = decoder.shared_values[_MEMORY] = graph.to_activation_type(scanned)
+    return decoder.add_linear(graph.add("Mul", memory, _silu(decoder, gate)), f"{prefix}.out_proj")
 
 
-def add_gated_memory(decoder: Decoder, x: str, place: str, block: GatedMemoryBlock) -> str:  # noqa: ARG001  sizes are the weights'
-    """Add a gated memory unit, which gates the last Mamba layer's output, and return its output's name."""
-    gate = _silu(decoder, decoder.add_linear(x, f"{place}.in_proj"))
-    return decoder.add_linear(decoder.graph.add("Mul", decoder.left[_MEMORY], gate), f"{place}.out_proj")
+def add_gated_memory(decoder: Decoder, x: str, prefix: str, block: GatedMemoryBlock) -> str:  # noqa: ARG001  sizes are the weights'
+    """Add a gated memory unit, and return its output's name.
+
+    It multiplies the last Mamba layer's scan output by a gate that is computed from x.
+    """
+    gate = _silu(decoder, decoder.add_linear(x, f"{prefix}.in_proj"))
+    return decoder.add_linear(decoder.graph.add("Mul", decoder.shared_values[_MEMORY], gate), f"{prefix}.out_proj")
 
 
-def _convolve(decoder: Decoder, u: str, place: str, block: MambaBlock) -> str:
+def _convolve(decoder: Decoder, u: str, prefix: str, block: MambaBlock) -> str:
     graph, layer = decoder.graph, decoder.layer
-    taps = decoder.plan.read_vector(f"{place}.conv1d.weight")[:, 0].T.contiguous()
+    taps = decoder.plan.read_vector(f"{prefix}.conv1d.weight")[:, 0].T.contiguous()
     weight = graph.typed_constant(f"layers.{layer}.conv1d.weight", taps)
-    bias = graph.typed_constant(f"layers.{layer}.conv1d.bias", decoder.plan.read_vector(f"{place}.conv1d.bias"))
+    bias = graph.typed_constant(f"layers.{layer}.conv1d.bias", decoder.plan.read_vector(f"{prefix}.conv1d.bias"))
     past, present = _state(decoder, STATES[0], graph.kind, block.cached_shapes[0])
     y = f"layers.{layer}.convolved"
     graph.add_with_outputs(CAUSAL_CONVOLUTION, [u, weight, bias, _COUNTS, past], [y, present], DOMAIN)
     return y
 
 
-def _step(decoder: Decoder, low: str, place: str) -> str:
+def _step(decoder: Decoder, low: str, prefix: str) -> str:
     """Add the step size Δ [B, T, E] in float32, 0 for padding, and return its name."""
-    graph, name = decoder.graph, f"{place}.dt_proj"
+    graph, name = decoder.graph, f"{prefix}.dt_proj"
     weight = graph.typed_constant(f"{name}.weight", decoder.plan.read_small_matrix(f"{name}.weight").T.contiguous())
     bias = graph.constant(f"{name}.bias", decoder.plan.read_vector(f"{name}.bias").numpy())
     biased = graph.add("Add", graph.to_float32(graph.add("MatMul", low, weight)), bias)
     return graph.add("Mul", graph.add("Softplus", biased), _IS_TOKEN)
 
 
-def _scan(decoder: Decoder, inputs: list[str], place: str, block: MambaBlock) -> str:
+def _scan(decoder: Decoder, inputs: list[str], prefix: str, block: MambaBlock) -> str:
     """Add the selective scan of the inputs u, Δ, B and C; return the name of its output [B, T, E] in float32."""
     graph, layer = decoder.graph, decoder.layer
     u, step, into, out_of = map(graph.to_float32, inputs)
-    decays = graph.constant(f"layers.{layer}.A", (-decoder.plan.read_vector(f"{place}.A_log").exp()).numpy())
-    skip = graph.constant(f"layers.{layer}.D", decoder.plan.read_vector(f"{place}.D").numpy())
+    decays = graph.constant(f"layers.{layer}.A", (-decoder.plan.read_vector(f"{prefix}.A_log").exp()).numpy())
+    skip = graph.constant(f"layers.{layer}.D", decoder.plan.read_vector(f"{prefix}.D").numpy())
     past, present = _state(decoder, STATES[1], TensorProto.FLOAT, block.cached_shapes[1])
     y = f"layers.{layer}.scanned"
     graph.add_with_outputs(SELECTIVE_SCAN, [u, step, decays, into, out_of, skip, past], [y, present], DOMAIN)

@@ -1,4 +1,7 @@
-"""Export of Transformers and DIFF Transformers: their attention, gated MLP and RMSNorm, and the outputs for maps."""
+"""Export of Transformers and DIFF Transformers: their attention, gated MLP and RMSNorm, and the outputs for maps.
+
+In functions that add a block, `x` is the name of its input [B, T, D], and names of its parameters start with `prefix`.
+"""
 
 import torch
 from onnx import TensorProto
@@ -22,9 +25,9 @@ _ANGLES = "maps.angles"
 
 
 class TransformerDecoder(Decoder):
-    """Builds Llama layers, with the attention op as one node per layer."""
+    """Builds the ONNX graph of a Transformer or DIFF Transformer, with one attention node per layer."""
 
-    twin = Reference
+    reference_class = Reference
 
     def add_all_nodes(self) -> None:
         super().add_all_nodes()
@@ -32,26 +35,30 @@ class TransformerDecoder(Decoder):
             _declare_maps(self)
 
 
-def add_norm(decoder: Decoder, x: str, place: str, block: RMSNormBlock) -> str:
+def add_norm(decoder: Decoder, x: str, prefix: str, block: RMSNormBlock) -> str:
     """Add an RMSNorm, and return its output's name."""
-    weight = decoder.graph.typed_constant(f"{place}.weight", decoder.plan.read_vector(f"{place}.weight"))
+    weight = decoder.graph.typed_constant(f"{prefix}.weight", decoder.plan.read_vector(f"{prefix}.weight"))
     return add_rms_norm(decoder.graph, x, weight, block.eps, decoder.options.opset)
 
 
-def add_mlp(decoder: Decoder, x: str, place: str, block: MLPBlock) -> str:
+def add_mlp(decoder: Decoder, x: str, prefix: str, block: MLPBlock) -> str:
     """Add a gated MLP, and return its output's name."""
     graph, plan = decoder.graph, decoder.plan
-    gate, up = decoder.add_linears(x, [f"{place}.gate_proj", f"{place}.up_proj"])
-    own = [name for name in plan.parameters if name.startswith(f"{place}.act_fn.")]
+    gate, up = decoder.add_linears(x, [f"{prefix}.gate_proj", f"{prefix}.up_proj"])
+    own = [name for name in plan.parameters if name.startswith(f"{prefix}.act_fn.")]
     parameters = {name.rpartition(".")[2]: graph.constant(name, plan.read_vector(name).numpy()) for name in own}
     active = EMITTED[block.activation](graph, gate, parameters)
-    return decoder.add_linear(graph.add("Mul", active, up), f"{place}.down_proj")
+    return decoder.add_linear(graph.add("Mul", active, up), f"{prefix}.down_proj")
 
 
-def add_attention(decoder: Decoder, x: str, place: str, block: AttentionBlock) -> str:
-    """Add attention, as diffquant's op or as a Transformer's, with its output projection; return the output's name."""
+def add_attention(decoder: Decoder, x: str, prefix: str, block: AttentionBlock) -> str:
+    """Add attention with its projections, and return its output's name.
+
+    In a DIFF Transformer, the node is diffquant's DifferentialAttention. In a Transformer, it is ONNX Runtime's
+    GroupQueryAttention, or diffquant's QuantizedAttention if the cache is quantized.
+    """
     graph, spec = decoder.graph, block.spec
-    q, k, v = decoder.add_linears(x, [f"{place}.{name}" for name in PROJECTIONS])
+    q, k, v = decoder.add_linears(x, [f"{prefix}.{name}" for name in PROJECTIONS])
     past, present = decoder.add_past_inputs(), decoder.add_present_outputs()
     tables = _tables(decoder) if spec.rope != "none" else ["", ""]
     scales = decoder.add_cache_scales()
@@ -59,12 +66,12 @@ def add_attention(decoder: Decoder, x: str, place: str, block: AttentionBlock) -
     outputs = [attended, *present]
     if spec.maps == 1:
         _plain_attention(decoder, [q, k, v, *past, *decoder.tokens.lengths, *tables], scales, outputs)
-        if gate := decoder.add_output_gate(x, place):
+        if gate := decoder.add_output_gate(x, prefix):
             attended = graph.add("Mul", attended, gate)
     else:
         # onnx's reference evaluator needs "" for each absent input of a function, up to the last one.
-        signal_gate, lam = decoder.add_signal_gate_and_lam(x, place)
-        gates = [signal_gate, decoder.add_output_gate(x, place)]
+        signal_gate, lam = decoder.add_signal_gate_and_lam(x, prefix)
+        gates = [signal_gate, decoder.add_output_gate(x, prefix)]
         inputs = [q, k, v, lam, *past, *decoder.tokens.lengths, *tables, *(scales or ["", ""]), *gates]
         graph.add_with_outputs(NAME, inputs, outputs, DOMAIN, **decoder.attention_attributes().to_dict())
         if decoder.options.web:
@@ -72,7 +79,7 @@ def add_attention(decoder: Decoder, x: str, place: str, block: AttentionBlock) -
             for name, value in values.items():
                 if value:
                     graph.add("Identity", value, name=name.format(layer=block.layer))
-    return decoder.add_linear(decoder.add_post_norm(attended, place), f"{place}.o_proj")
+    return decoder.add_linear(decoder.add_post_norm(attended, prefix), f"{prefix}.o_proj")
 
 
 def _plain_attention(decoder: Decoder, inputs: list[str], scales: list[str], outputs: list[str]) -> None:
@@ -124,10 +131,10 @@ def _rotate_queries(decoder: Decoder, query: str, tables: list[str]) -> str:
     spec = decoder.spec
     if spec.rope == "none":
         return query
-    if _ANGLES not in decoder.left:
-        decoder.left[_ANGLES] = [_angles_of_tokens(decoder, table) for table in tables]
+    if _ANGLES not in decoder.shared_values:
+        decoder.shared_values[_ANGLES] = [_angles_of_tokens(decoder, table) for table in tables]
     is_interleaved = decoder.attention_attributes().rotary_interleaved
-    angles = decoder.left[_ANGLES]
+    angles = decoder.shared_values[_ANGLES]
     return decoder.graph.add("RotaryEmbedding", query, *angles, num_heads=spec.query_heads, interleaved=is_interleaved)
 
 

@@ -49,8 +49,9 @@ class GgufPlan:
         source: checkpoint to export.
         writer: writer with the complete header.
         vectors: float32 data of norms and RoPE frequency factors, by their names in the file.
-        matrices: weights [out, in] by their names in the file, which follow the vectors; rows in the file's order.
-        kinds: ggml type of each matrix.
+        matrices: weights [out, in] by their names in the file, with rows in the file's order; they are stored after the
+            vectors.
+        kinds: ggml type of each matrix, by its name in the file.
         notes: sentences for the user on what the file does not contain.
     """
 
@@ -63,12 +64,12 @@ class GgufPlan:
 
     @property
     def types(self) -> dict[str, int]:
-        """Number of tensors of each ggml type."""
+        """Number of tensors of each ggml type, by the type's name."""
         return dict(Counter([*(kind.name for kind in self.kinds.values()), *("F32" for _ in self.vectors)]))
 
     @property
     def main_type(self) -> str:
-        """The ggml type of most weights."""
+        """Name of the ggml type that stores the most weights."""
         return _main_type(self.matrices, self.kinds)
 
     def rows_and_row_bytes(self, name: str) -> tuple[int, int]:
@@ -84,16 +85,18 @@ def plan_gguf(
     dtype: torch.dtype | None = None,
     schemes: Mapping[str, Scheme] | None = None,
 ) -> GgufPlan:
-    """Plan an export to GGUF.
+    """Check that a checkpoint can be a GGUF file, and return the plan of the file.
 
     Args:
         weights: scheme of the linears if the checkpoint is not quantized.
         embedding_and_head: scheme of embedding and head if the checkpoint is not quantized.
         dtype: dtype of matrices that are not quantized; by default the checkpoint's.
-        schemes: scheme of each module by the checkpoint's name, instead of `weights` and `embedding_and_head`.
+        schemes: scheme of each module by the checkpoint's name, 16 bits for others; replaces `weights` and
+            `embedding_and_head` if given.
 
     Raises:
-        CheckpointError: llama.cpp cannot run the model, or no ggml type stores some weights; all are named.
+        CheckpointError: llama.cpp cannot run the model, or no ggml type stores some weights; the message names all
+            reasons.
         UsageError: `weights` quantizes a checkpoint that is quantized already.
     """
     architecture, name_of = source.architecture, source.adapter.source_name

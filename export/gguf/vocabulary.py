@@ -20,13 +20,13 @@ _END_ROLES = ("eos", "eot", "eom")
 
 
 def add_vocabulary(writer: GGUFWriter, source: Source, rows: int) -> list[str]:
-    """Add a checkpoint's tokens, merges, special tokens and chat template.
+    """Add a checkpoint's tokens, merges, special tokens and chat template to a GGUF file's metadata.
 
     Args:
-        rows: number of rows of the model's embedding; the file needs a token for each.
+        rows: number of rows of the model's embedding; the file needs a token for each row.
 
     Returns:
-        Sentences for the user, on tokens that llama.cpp handles differently.
+        Sentences for the user on tokens that llama.cpp handles differently; empty if there are none.
 
     Raises:
         CheckpointError: there is no tokenizer, or llama.cpp cannot tokenize text the same way; the message says why.

@@ -118,7 +118,9 @@ def export_gguf(
 
 
 def check_gguf_output(source: Path, output: Path, overwrite: bool) -> None:
-    """Check early that the output can be written; an existing one must be diffquant's, and `overwrite` true.
+    """Check, before the export, that the output can be written.
+
+    An existing output is replaced only if diffquant wrote it and `overwrite` is true.
 
     Raises:
         OutputExistsError: the output exists and `overwrite` is false, or diffquant did not write it.
@@ -206,9 +208,10 @@ def pack_blocks(codes: Tensor, scales: Tensor, bits: int, size: int = BLOCK) -> 
 
     Args:
         codes: int8 [rows, in].
-        scales: float16 [rows, groups], where a group is a whole number of blocks; or a byte per 32 codes.
+        scales: float16 [rows, groups], where a group is one block or several; for IQ4_XS, uint8 [rows, in / 32] as the
+            file stores them.
         bits: 4, 5 or 8.
-        size: codes in a block, a multiple of 32.
+        size: number of codes in a block, a multiple of 32.
 
     Returns:
         uint8 [rows, bytes per row].

@@ -31,11 +31,11 @@ def make_function_body(
 
     Args:
         kind: "contrib" (one node of ONNX Runtime's GroupQueryAttention) or "pure" (only standard ops).
-        attributes: attributes of the nodes that will use it. If their windows differ, the window is the widest.
+        attributes: attributes of the nodes that will use the body; if their windows differ, with the widest one.
         width: width d of a query head.
-        opset: the model's version of the standard domain, 18 or later.
+        opset: the model's version of the standard ONNX domain, 18 or later.
         cached: whether nodes have past keys and values as inputs.
-        gates: names among `GATES` of the gates that nodes have as inputs.
+        gates: gates that nodes have as inputs: "signal_gate", "output_gate", both or none.
 
     Raises:
         UsageError: the kind cannot compute these attributes, or the cache is quantized and `cached` is false.
@@ -55,8 +55,13 @@ def make_function_body(
 def contrib_text(attributes: AttentionAttributes, width: int, gates: Collection[str] = ()) -> str:
     """Return the nodes of the "contrib" body as text in onnx's syntax.
 
-    For generation 1, one attention over key rows k1|k2 computes both maps: queries [q1|0] and [0|q2] are padded with
-    zeros, so that each is multiplied only with its map's keys.
+    In generation 1, a key row holds the keys of both maps, k1|k2. Queries are padded with zeros to [q1|0] and [0|q2],
+    so that each is multiplied only by the keys of its own map.
+
+    Args:
+        attributes: attributes of the nodes that will use the body.
+        width: width of a query head.
+        gates: gates that nodes have as inputs: "signal_gate", "output_gate", both or none.
     """
     pairs, noises, signals = attributes.num_pairs, attributes.num_noise_heads, attributes.signals_per_noise
     value_width = 2 * width if attributes.generation == 1 else width
@@ -120,7 +125,11 @@ def _masked_queries(attributes: AttentionAttributes, width: int) -> str:
 
 
 def contrib_problems(attributes: AttentionAttributes, width: int) -> list[str]:
-    """Return the reasons why GroupQueryAttention cannot compute the op for query heads of this width."""
+    """Return the reasons why GroupQueryAttention cannot compute the op; empty if it can.
+
+    Args:
+        width: width of a query head.
+    """
     row = 2 * width if attributes.generation == 1 else width
     problems = contrib_width_problems(row, bool(attributes.do_rotary))
     if attributes.logit_bits:
@@ -131,6 +140,11 @@ def contrib_problems(attributes: AttentionAttributes, width: int) -> list[str]:
 
 
 def contrib_width_problems(row: int, rotates: bool) -> list[str]:
-    """Return the reasons why GroupQueryAttention does not support key rows of this width."""
+    """Return the reasons why GroupQueryAttention does not support a width of key rows; empty if it does.
+
+    Args:
+        row: number of channels of a key row.
+        rotates: whether queries and keys are rotated (RoPE).
+    """
     multiple = 16 if rotates else 8
     return [f"its rows are multiples of {multiple} wide, not {row}"] if row % multiple else []

@@ -18,7 +18,7 @@ from diffquant.onnx.graph.linears import Linears
 from diffquant.onnx.graph.nodes import Graph, activation_functions, add_rms_norm, inline_functions
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes
 from diffquant.onnx.graph.ops import MATMUL, matmul_function, quantized_attention_function
-from diffquant.onnx.graph.padding import SEQUENCE, Tokens, add_padding_shift, gather_head_inputs
+from diffquant.onnx.graph.padding import SEQUENCE, TokenInputs, add_padding_shift, gather_head_inputs
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, cached_key_width
 from diffquant.onnx.options import IR_VERSION
 
@@ -34,15 +34,18 @@ _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
 class Decoder:
     """Builds a model's ONNX graph: layers of a mixer (attention, for example) and an MLP, with a norm before each.
 
+    Methods that add nodes return the names of the outputs. Arguments called `x` are names of inputs [B, T, D]: batch
+    size B, T new tokens, hidden size D. Names of a block's parameters start with the argument `prefix`.
+
     Attributes:
-        twin: class of the torch reference with which `verify` compares the graph.
+        reference_class: class of the torch reference with which `verify` compares the graph.
         has_wide_residual: whether the residual stream is float32 even if activations are float16.
         tokens: names of values that describe a call's tokens.
         layer: index of the layer that is being added.
-        left: values that blocks store for blocks of later layers, by a key that both use.
+        shared_values: values that blocks store for later blocks, by key.
     """
 
-    twin: ClassVar[Any]
+    reference_class: ClassVar[Any]
     has_wide_residual = False
 
     def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
@@ -55,9 +58,9 @@ class Decoder:
         self.graph = Graph(_KINDS[plan.options.dtype])
         self.linears = Linears(self.graph, plan.options)
         self.cache_kind = _CACHE_KINDS[plan.options.kv_bits] if scales else self.graph.kind
-        self.tokens: Tokens
+        self.tokens: TokenInputs
         self.layer = 0
-        self.left: dict[str, Any] = {}
+        self.shared_values: dict[str, Any] = {}
         self._functions: dict[str, FunctionProto] = {}
 
     def add_all_nodes(self) -> None:
@@ -104,7 +107,7 @@ class Decoder:
         return self.graph.to_float32(rows) if self.has_wide_residual else rows
 
     def add_layer(self, x: str, blocks: Blocks) -> str:
-        """Add a layer with input x [B, T, D]."""
+        """Add a layer to the hidden states x."""
         mixer, network, *norms = blocks
         for norm, part, name in zip(norms, (mixer, network), (None, LAYER_OUTPUT), strict=True):
             y = self.add_layer_block(self.add_layer_block(x, norm), part)
@@ -122,23 +125,23 @@ class Decoder:
         return normed
 
     def add_layer_block(self, x: str, name: str) -> Any:
-        """Add the current layer's block with this name, with input x; return the names of its outputs."""
+        """Add the current layer's block with this name, such as "self_attn"; return the names of its outputs."""
         return self.add_block(x, f"model.layers.{self.layer}.{name}", self.architecture.layers[self.layer][name])
 
-    def add_block(self, x: str, parameter_prefix: str, block: Block) -> Any:
-        """Add a block with input x, by calling the function `block.export_function`; return the names of its outputs.
-
-        Args:
-            place: prefix of the names of the block's parameters.
-        """
-        return resolve_name(block.export_function)(self, x, parameter_prefix, block)
+    def add_block(self, x: str, prefix: str, block: Block) -> Any:
+        """Add a block by calling its `export_function`, and return the names of its outputs."""
+        return resolve_name(block.export_function)(self, x, prefix, block)
 
     def add_function(self, function: FunctionProto) -> None:
-        """Add an ONNX function to the model unless one with its name was added."""
+        """Add an ONNX function to the model unless the model has one with the same name."""
         self._functions.setdefault(function.name, function)
 
     def attention_attributes(self, window: int | None = None) -> AttentionAttributes:
-        """Return an attention node's attributes; `window` is the number of newest keys that a query sees."""
+        """Return an attention node's attributes.
+
+        Args:
+            window: number of newest keys that a query sees, or None if it sees all keys.
+        """
         spec, options = self.spec, self.options
         return AttentionAttributes(
             num_pairs=spec.pairs,
@@ -156,11 +159,14 @@ class Decoder:
             signals_per_noise=spec.signals_per_noise,
         )
 
-    def add_signal_gate_and_lam(self, x: str, place: str) -> tuple[str, str]:
-        """Add the signal map's gate ("" if there is none) and λ: float32 [1] in V1, [B, T, h] for h pairs otherwise."""
+    def add_signal_gate_and_lam(self, x: str, prefix: str) -> tuple[str, str]:
+        """Add the signal map's gate and λ, and return both names; the gate's is "" if the model has no gate.
+
+        Both are float32 [B, T, h] for h pairs, except λ of DIFF V1, which is [1].
+        """
         if self.spec.lam == "exp":
-            return "", self.add_scalar_lam(place)
-        weight = self.plan.read_small_matrix(f"{place}.lambda_proj.weight")
+            return "", self.add_scalar_lam(prefix)
+        weight = self.plan.read_small_matrix(f"{prefix}.lambda_proj.weight")
         x_float = self.graph.add("Cast", x, to=TensorProto.FLOAT)
         parts = (
             {"signal_gate": weight[0::2], "lambda": weight[1::2]}
@@ -173,28 +179,29 @@ class Decoder:
             names[name] = self.graph.add("Sigmoid", self.graph.add("MatMul", x_float, constant))
         return names.get("signal_gate", ""), names["lambda"]
 
-    def add_scalar_lam(self, place: str) -> str:
-        """Add λ of V1 as a constant, float32 [1]."""
-        vectors = (self.plan.read_vector(f"{place}.{name}") for name in LAMBDA_VECTORS)
+    def add_scalar_lam(self, prefix: str) -> str:
+        """Add λ of DIFF V1 as a constant, float32 [1]."""
+        vectors = (self.plan.read_vector(f"{prefix}.{name}") for name in LAMBDA_VECTORS)
         lam = lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
         return self.graph.constant(f"layers.{self.layer}.lambda", lam.reshape(1).numpy())
 
-    def add_output_gate(self, x: str, place: str) -> str:
-        """Add the gate of attention's output [B, T, h·dv], for h pairs of width dv; return "" if the model has none."""
+    def add_output_gate(self, x: str, prefix: str) -> str:
+        """Add the gate [B, T, h·dv] of attention's output, for h pairs of width dv; return "" if there is no gate."""
         if not self.spec.output_gate:
             return ""
         name = f"layers.{self.layer}.output_gate_proj"
-        weight = self.plan.read_small_matrix(f"{place}.output_gate_proj.weight")
+        weight = self.plan.read_small_matrix(f"{prefix}.output_gate_proj.weight")
         return self.graph.add(
             "Sigmoid", self.graph.add("MatMul", x, self.graph.typed_constant(name, weight.T.contiguous()))
         )
 
-    def add_post_norm(self, attended: str, place: str) -> str:
+    def add_post_norm(self, attended: str, prefix: str) -> str:
         """Add the norm over each pair's output, with the factor (1 - λ_init) folded into its weight.
 
         Args:
-            attended: attention's output [B, T, h·dv]; returned unchanged if the model has no such norm.
-            place: prefix of the attention's parameters' names.
+            attended: name of attention's output [B, T, h·dv] for h pairs of width dv; returned if the model has no such
+                norm.
+            prefix: prefix of the names of attention's parameters.
         """
         spec, graph = self.spec, self.graph
         factor = spec.norm_factor(self.layer)
@@ -202,7 +209,7 @@ class Decoder:
             return attended
         weight = torch.ones(spec.value_dim)
         if spec.post_norm == "affine":
-            weight = self.plan.read_vector(f"{place}.subln.weight")
+            weight = self.plan.read_vector(f"{prefix}.subln.weight")
         by_pair = graph.int64("by_pair", (0, 0, spec.pairs, spec.value_dim))
         rows = graph.add("Reshape", attended, by_pair)
         scaled = graph.typed_constant(f"layers.{self.layer}.post_norm", weight * factor)
@@ -225,14 +232,14 @@ class Decoder:
         return self.graph.add("Add", y, self.graph.typed_constant(name, self.plan.read_vector(name)))
 
     def add_past_inputs(self) -> list[str]:
-        """Add the layer's past keys and values as inputs, and return their names; "" for each without a cache."""
+        """Add the layer's past keys and values as inputs, and return their names, or "" twice if there is no cache."""
         if not self.options.cache:
             return ["", ""]
         names = [PAST.format(layer=self.layer, part=part) for part in ("key", "value")]
         return [self.graph.input(name, self.cache_kind, self._cache_shape("past")) for name in names]
 
     def add_present_outputs(self) -> list[str]:
-        """Return the names of the layer's present keys and values; with a cache, make them outputs of the model."""
+        """Return the names of the layer's present keys and values, after making them outputs if there is a cache."""
         names = [PRESENT.format(layer=self.layer, part=part) for part in ("key", "value")]
         if self.options.cache:
             for name in names:
@@ -244,7 +251,7 @@ class Decoder:
         return ["batch_size", self.spec.kv_pairs, rows, width // 2 if self.cache_kind == TensorProto.UINT8 else width]
 
     def add_cache_scales(self) -> list[str]:
-        """Add the scales of the layer's cache, and return their names; none if the cache is not quantized."""
+        """Add the scales of the layer's keys and values; return an empty list if the cache is not quantized."""
         if not self.scales:
             return []
         names = (f"layers.{self.layer}.k_scale", f"layers.{self.layer}.v_scale")

@@ -30,23 +30,28 @@ _PADDED_BLOCK = 32
 
 
 def container_bits(scheme: Scheme) -> int:
-    """Return the number of bits, 4 or 8, in which the exported file stores a code."""
+    """Return the number of bits, 4 or 8, that a code takes in the exported file."""
     return 4 if scheme.bits <= 4 else 8
 
 
 def block_size(scheme: Scheme, width: int) -> int | None:
-    """Return how many columns of a row of `width` share a scale in the exported file, or None if no kernel fits."""
+    """Return how many columns share a scale in the exported file, or None if no kernel supports the scheme.
+
+    Args:
+        width: number of the weight's columns.
+    """
     shared = scheme.granularity_size or width
     fitting = next((block for block in _BLOCKS if shared % block == 0), None)
     return fitting if fitting or scheme.granularity_size else _PADDED_BLOCK
 
 
 def check_block_sizes(matrices: list[Matrix]) -> None:
-    """Check that kernels support all number formats and group sizes, and that groups divide a row.
+    """Check that kernels support all number formats and group sizes, and that group sizes divide the matrices' widths.
 
     Raises:
         UsageError: some weights have a format other than integers.
-        GroupSizeError: no kernel supports the group size of some weights, or it does not divide their width.
+        GroupSizeError: no kernel supports the group size of some weights, or the group size does not divide their
+            width.
     """
     unread = [m for m in matrices if m.scheme.format.integer_refusal]
     if unread:
@@ -72,16 +77,16 @@ def check_block_sizes(matrices: list[Matrix]) -> None:
 
 
 def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
-    """Return MatMulNBits' accuracy level: 4 has int8 activations, 1 float32 ones.
+    """Return a matmul's accuracy level in MatMulNBits: 4 for int8 activations, 1 for float32 activations.
 
-    It is always 4 for 8-bit containers: ONNX Runtime has no kernel for them with float32 activations, and would
-    dequantize all weights in every call.
+    It is always 4 if codes take 8 bits in the file. ONNX Runtime has no kernel for these with float32 activations: it
+    would dequantize all weights in every call.
     """
     return 4 if container_bits(scheme) == 8 else options.accuracy_level
 
 
-def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
-    """Return a matrix's block size if it is multiplied with int8 activations, or None if it is not."""
+def int8_block_size(matrix: Matrix, options: ExportOptions) -> int | None:
+    """Return a matrix's block size if it is multiplied by int8 activations, or None if by float32 ones."""
     if not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
         return None
     return block_size(matrix.scheme, matrix.shape[1])
@@ -103,9 +108,10 @@ class Linears:
         self._views: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
     def with_views(self, initializers: Mapping[str, TensorProto]) -> dict[str, TensorProto]:
-        """Return initializers with the views added, without those that are only read as part of a view.
+        """Return the initializers that the graph reads: the given ones and views of them.
 
-        A view is an initializer whose bytes are those of consecutive tensors in the data file.
+        A view is an initializer whose bytes are those of consecutive tensors in the data file. Tensors that are only
+        parts of a view are left out.
 
         Args:
             initializers: initializers of the streamed tensors, by name.
@@ -120,7 +126,8 @@ class Linears:
     def add_products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
         """Add the matmuls of x [B, T, in] with each transposed matrix; return the names of the outputs [B, T, out].
 
-        Quantized matrices with the same layout are stacked into one matmul, which rounds x once; results are the same.
+        Quantized matrices with the same layout are stacked into one matmul, so that x is rounded once. This does not
+        change the results.
         """
         if len(matrices) > 1 and self._are_alike(matrices):
             return self._stacked_products(x, matrices)
@@ -132,7 +139,13 @@ class Linears:
         ]
 
     def add_lookup(self, ids: str, matrix: Matrix, name: str) -> str:
-        """Add the lookup of token ids [B, T] in an embedding; `name` is that of the result [B, T, D]."""
+        """Add the lookup of token ids in an embedding, and return the result's name.
+
+        Args:
+            ids: name of the token ids [B, T].
+            matrix: embedding [vocabulary, D].
+            name: name of the result [B, T, D].
+        """
         if not matrix.scheme.quantizes:
             return self.graph.add("Gather", self._values(matrix), ids, name=name)
         stored = self._codes(matrix)
@@ -158,12 +171,15 @@ class Linears:
     def add_block_join(
         self, blocks: str, shape_name: str, rows: Sequence[int], width: int, block: int, name: str | None = None
     ) -> str:
-        """Add a Reshape of dequantized blocks to [*rows, width], and a Slice if the last block is padded.
+        """Add nodes that join dequantized blocks to rows without padding, and return the result's name.
 
         Args:
             blocks: name of the blocks, `block` columns each.
             shape_name: name of the constant with the shape.
-            name: name of the result; made up by default.
+            rows: sizes of the result's axes before the last.
+            width: size of the result's last axis.
+            block: number of columns in a block.
+            name: name of the result; generated by default.
         """
         graph, padded = self.graph, -(-width // block) * block
         shape = graph.int64(shape_name, (*rows, padded))
@@ -236,7 +252,7 @@ class Linears:
         return {what: self.add_tensor(tensor) for what, tensor in self.make_stored_tensors(matrix).items()}
 
     def make_stored_tensors(self, matrix: Matrix) -> dict[str, StreamedTensor]:
-        """Return the tensors "codes" and "scales" in which the data file stores a quantized matrix."""
+        """Return a quantized matrix as two tensors of the data file, by the names "codes" and "scales"."""
         out, width = matrix.shape
         bits = container_bits(matrix.scheme)
         block = block_size(matrix.scheme, width) or width
@@ -262,7 +278,7 @@ class Linears:
         }
 
     def add_tensor(self, tensor: StreamedTensor) -> str:
-        """Add a tensor to the data file, unless it was added before, as for a tied head; return its name."""
+        """Add a tensor to the data file, unless it has one with the same name; return the name."""
         if tensor.name not in self._streamed_names:
             self._streamed_names.add(tensor.name)
             self.streamed.append(tensor)
@@ -270,7 +286,14 @@ class Linears:
 
 
 def to_stored_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Convert int8 codes [rows, n] to stored bytes of code + 2^(bits-1); 4-bit codes are packed, low half first."""
+    """Convert int8 codes [rows, n] to the bytes that the file stores, each code as code + 2^(bits-1).
+
+    Args:
+        bits: 4 or 8.
+
+    Returns:
+        uint8 [rows, n], or [rows, n / 2] for 4 bits: two codes in a byte, the first in the low half.
+    """
     if bits == 8:
         return codes.view(torch.uint8) + 128
     return pack(codes, 4).view(torch.uint8)[:, : codes.shape[1] // 2]

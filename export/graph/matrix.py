@@ -26,16 +26,18 @@ from diffquant.support.names import option_name
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [out, in], or experts' weights stacked along the rows, of which methods read rows `first` to `last` - 1.
+    """A weight [out, in], or the weights of all experts, stacked along the rows.
+
+    Methods read the rows `first` to `last` - 1, in the exported order.
 
     Attributes:
-        checkpoint: reader of the weight.
+        checkpoint: reader of the checkpoint.
         stored_name: name of the weight in the checkpoint.
         name: name of the DiffTransformer parameter.
         shape: (out, in) after reordering.
         stored: scheme of the weight in the checkpoint; 16 bits if it is not quantized there.
         wanted: scheme to quantize the weight with if it is not quantized in the checkpoint.
-        order: index of the checkpoint's row for each exported row, or None if no row moves.
+        order: index of the checkpoint's row for each exported row, or None if both have the same order.
         is_expanded: whether the graph stores dequantized values even if the weight is quantized.
     """
 
@@ -69,7 +71,7 @@ class Matrix:
         return self.scheme.quantizes and not self.is_expanded
 
     def read_unquantized(self, first: int, last: int) -> Tensor:
-        """Return some rows [rows, in] of a weight that the checkpoint does not quantize, in the stored dtype.
+        """Return rows [rows, in] of a weight that the checkpoint does not quantize, in the stored dtype.
 
         Raises:
             NonFiniteError: the rows contain NaN or infinity.
@@ -78,18 +80,18 @@ class Matrix:
         check_finite(rows, f"{self.stored_name}, rows {first} to {last - 1},")
         return rows
 
-    def read_codes(self, first: int, end: int) -> Tensor:
-        """Return the codes of some rows, int8 [rows, in], from the checkpoint or made by rounding."""
+    def read_codes(self, first: int, last: int) -> Tensor:
+        """Return the codes of rows, int8 [rows, in], from the checkpoint or made by rounding."""
         if self.stored.quantizes:
-            words = self._read_ordered(self._sibling(codes_suffix(self.stored)), first, end)
+            words = self._read_ordered(self._sibling(codes_suffix(self.stored)), first, last)
             return self.stored.format.unpack(words, self.shape[1])
-        codes, self._made_scales[first, end] = self._rounded.round_rows(
-            first, self.read_unquantized(first, end).float()
+        codes, self._made_scales[first, last] = self._rounded.round_rows(
+            first, self.read_unquantized(first, last).float()
         )
         return codes
 
     def read_scales(self, first: int, last: int) -> Tensor:
-        """Return the scales of some rows, [rows, groups]; one group if scales are per row or per tensor."""
+        """Return the scales of rows, [rows, groups]; there is one group if scales are per row or per tensor."""
         if self.stored.quantizes:
             name = self._sibling(SCALE)
             is_shared = self.checkpoint.tensors[name].shape == (1,)
@@ -101,13 +103,17 @@ class Matrix:
         return scale.expand(last - first, 1) if scale.numel() == 1 else scale
 
     def dequantize(self, first: int, last: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return codes · scale of some rows in float32, with the scale rounded to the exported model's type."""
+        """Return rows [rows, in] of a quantized weight in float32, as codes · scale.
+
+        Args:
+            scale_dtype: dtype to which scales are rounded before.
+        """
         codes, scale = self.read_codes(first, last), self.read_scales(first, last).to(scale_dtype).float()
         flat = scale.flatten()[:1] if self.scheme.sharing.spans_rows else scale
         return decode_codes(codes, flat, self.scheme)
 
     def read_float32(self, first: int, last: int) -> Tensor:
-        """Return some rows [rows, in] in float32, dequantized if they are quantized."""
+        """Return rows [rows, in] in float32, dequantized if the weight is quantized."""
         return self.dequantize(first, last) if self.scheme.quantizes else self.read_unquantized(first, last).float()
 
     @cached_property
@@ -138,10 +144,13 @@ class Matrix:
 
 
 def check_not_requantized(source: Source, weights: Scheme) -> None:
-    """Check that the scheme `weights` does not quantize a checkpoint that is quantized already.
+    """Check that a quantized checkpoint would not be quantized again.
+
+    Args:
+        weights: scheme that the user chose for the weights.
 
     Raises:
-        UsageError: it does.
+        UsageError: the checkpoint is quantized, and `weights` is not 16 bits.
     """
     if source.packed and weights.quantizes:
         raise UsageError(
@@ -154,10 +163,10 @@ def open_matrix(source: Source, name: str, wanted: Scheme, layout: HeadLayout | 
     """Return a two-dimensional weight of a checkpoint, or experts' stacked weights, without reading the data.
 
     Args:
-        source: checkpoint that contains it.
+        source: checkpoint that contains the weight.
         name: name of the DiffTransformer parameter.
         wanted: scheme to quantize the weight with if it is not quantized in the checkpoint.
-        layout: head layout to which its rows are reordered; the op's by default.
+        layout: head layout to which the rows are reordered; by default the attention op's.
     """
     stored_name = source.adapter.source_name(name)
     stored = source.packed.get(stored_name.removesuffix(".weight"), FULL)
@@ -173,7 +182,10 @@ def _rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def attention_head_layout(spec: DiffSpec) -> HeadLayout:
-    """Return the attention op's head layout: a pair's heads are adjacent, in V1 also channels that rotate together."""
+    """Return the head layout that the attention op expects; for a Transformer, it is the model's own.
+
+    A pair's heads are adjacent. In DIFF V1, so are the two channels that RoPE rotates together.
+    """
     if spec.maps == 1:
         return spec.layout
     neighbours = spec.rope == "interleaved" or (spec.rope == "half" and not spec.shared_k)
@@ -181,13 +193,13 @@ def attention_head_layout(spec: DiffSpec) -> HeadLayout:
 
 
 def checked_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Cast values to the exported type.
+    """Cast values to a dtype, and check that they fit into its range.
 
     Args:
         name: name of the weight, for the error message.
 
     Raises:
-        DiffQuantError: some values overflow.
+        DiffQuantError: some values are beyond the range.
     """
     cast = values.to(dtype)
     if not torch.isfinite(cast.sum(dtype=torch.float64)) and not torch.isfinite(cast).all():

@@ -39,11 +39,12 @@ class AttentionAttributes:
         generation: 1 if each map has its own keys (V1), 2 if both maps share keys (V2).
         scale: factor of Q·Kᵀ.
         do_rotary: flag; 1 rotates Q and K by cos_cache and sin_cache first.
-        rotary_interleaved: flag; 1 rotates channels (2i, 2i + 1); 0 rotates (i, i + d/2), generation 2 only.
+        rotary_interleaved: flag; 1 rotates channels (2i, 2i + 1) of a head together. 0 rotates (i, i + d/2) of a head
+            with d channels, in generation 2 only.
         local_window_size: number of newest keys that a query sees, its own included; -1 for all.
         kv_bit_width: bits of the caches' codes; 0 if the caches have the input's type.
         logit_bits: width of the simulated logits' codes; 0 leaves logits unquantized.
-        logit_granularity: which logits share a scale, one of `LOGIT_GRANULARITIES`.
+        logit_granularity: which logits share a scale, "row", "head", "pair" or "tensor".
         logit_shift: flag; 1 subtracts each row's maximum before rounding.
         signals_per_noise: number r of pairs that share a noise head; divides h, and h_kv divides h / r.
     """
@@ -68,12 +69,12 @@ class AttentionAttributes:
 
     @property
     def num_noise_heads(self) -> int:
-        """Number n of noise heads, h / r."""
+        """Number n = h / r of noise heads."""
         return self.num_pairs // self.signals_per_noise
 
     @property
     def query_heads(self) -> int:
-        """Number h + n of query heads."""
+        """Number h + n of query heads: h signal heads and n noise heads."""
         return self.num_pairs + self.num_noise_heads
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,9 +110,9 @@ def make_function(
 
     Args:
         signature: name, inputs and outputs, as "Op (x) => (y)".
-        text: nodes of its body, in the syntax of onnx's parser.
-        opset: version of the standard domain, that of the model.
-        attributes: names of its attributes.
+        text: nodes of the body, in the syntax of onnx's parser.
+        opset: the model's version of the standard ONNX domain.
+        attributes: names of the function's attributes.
         has_contrib: whether some nodes are ONNX Runtime's contrib operators.
     """
     name, _, rest = signature.partition(" ")

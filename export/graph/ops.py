@@ -18,7 +18,7 @@ def matmul_function(opset: int) -> FunctionProto:
     """Return the function body of MatMulNBits: one node of ONNX Runtime's op with the same name.
 
     Args:
-        opset: version of the standard domain, that of the model.
+        opset: the model's version of the standard ONNX domain.
     """
     copied = ", ".join(f"{name}: int = @{name}" for name in ATTRIBUTES)
     text = f"   Y = {CONTRIB}.{MATMUL} <{copied}> (A, B, scales)"
@@ -41,9 +41,10 @@ _POSITIONS = f"""   new = Shape <start = 1, end = 2> (query)
 
 
 def rope_and_clip_text(heads: str, bits: int, rotates: bool) -> str:
-    """Return nodes, as text, that apply RoPE to queries and keys and clip keys and values from below.
+    """Return nodes, as text, that apply RoPE to queries and keys, and raise low keys and values to the lowest code.
 
-    Their inputs are [B, T, width]; their outputs are {heads}_turned, key_bounded and value_bounded.
+    The inputs are {heads}, key and value, [B, T, width] each. The outputs are {heads}_turned, key_bounded and
+    value_bounded.
 
     Args:
         heads: name of the queries, whose heads are as wide as key rows.
@@ -85,9 +86,9 @@ def quantized_attention_function(opset: int, bits: int, rotates: bool) -> Functi
     """Return the function body of QuantizedAttention: RoPE and clipping, then ONNX Runtime's GroupQueryAttention.
 
     Args:
-        opset: version of the standard domain, that of the model.
-        bits: `kv_bit_width` of the nodes that will use it.
-        rotates: `do_rotary` of these nodes.
+        opset: the model's version of the standard ONNX domain.
+        bits: width of the cache's codes, the nodes' attribute `kv_bit_width`.
+        rotates: whether queries and keys are rotated (RoPE), the nodes' attribute `do_rotary`.
     """
     text = f"{rope_and_clip_text('query', bits, rotates)}\n{_TEXT}"
     return make_function(_SIGNATURE, text, opset, _ATTRIBUTES, has_contrib=True)
@@ -113,7 +114,7 @@ def causal_convolution_function(width: int, opset: int) -> FunctionProto:
 
     Args:
         width: number W of taps.
-        opset: version of the standard domain, that of the model.
+        opset: the model's version of the standard ONNX domain.
     """
     return make_function(
         f"{CAUSAL_CONVOLUTION} (u, weight, bias, counts, past_state) => (y, present_state)",
@@ -126,7 +127,7 @@ def selective_scan_function(opset: int) -> FunctionProto:
     """Return the function body of SelectiveScan: one Scan over the tokens.
 
     Args:
-        opset: version of the standard domain, that of the model.
+        opset: the model's version of the standard ONNX domain.
     """
     return make_function(f"{SELECTIVE_SCAN} (u, step, A, B, C, D, past_state) => (y, present_state)", _SCAN_TEXT, opset)
 

@@ -25,14 +25,14 @@ _SCALED = "attention_mask is 0 for a new token behind a cache: it would change t
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Names of values that describe a call's tokens.
+class TokenInputs:
+    """Names of values that describe the T new tokens of each of B sequences in a call.
 
     Attributes:
         ids: token ids [B, T], each sequence's tokens before its padding.
-        counts: number of new tokens of each sequence [B, 1].
+        counts: number of new tokens of each sequence without padding [B, 1].
         before: number of cached tokens of each sequence [B, 1].
-        steps: 0 to T - 1, [T].
+        steps: the numbers 0 to T - 1, [T].
         places: index in `ids` of the token in each of the caller's columns [B, T]; arbitrary for padding.
         last_place: index in `ids` of each sequence's last token [B, 1].
         lengths: the attention ops' inputs seqlens_k [B] and total_sequence_length.
@@ -47,14 +47,14 @@ class Tokens:
     lengths: tuple[str, str]
 
 
-def add_padding_shift(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> Tokens:
+def add_padding_shift(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> TokenInputs:
     """Add nodes that move each sequence's tokens before its padding; return the names of the values they compute.
 
     Args:
         ids: name of the token ids [B, T].
         mask: name of the attention mask [B, S], whose last T columns are those of the ids.
-        spans_rows: whether a scale of quantized logits spans several tokens: padding behind a cache would change it,
-            so the graph then refuses such a mask.
+        spans_rows: whether several tokens share a scale of quantized logits. Padding behind a cache would change the
+            scale, so a run of the graph then fails if the mask has such padding.
     """
     one, axis = graph.int64("one", (1,)), graph.int64("mask_axis", (1,))
     new, total = graph.add("Shape", ids, start=1, end=2), graph.add("Shape", mask, start=1, end=2)
@@ -85,11 +85,16 @@ def add_padding_shift(graph: "Graph", ids: str, mask: str, spans_rows: bool) -> 
         graph.add("Cast", graph.add("Squeeze", total), name="total_sequence_length", to=TensorProto.INT32),
     )
     moved = graph.add("GatherElements", ids, order, axis=1)
-    return Tokens(moved, counts, before, steps, places, last_place, lengths)
+    return TokenInputs(moved, counts, before, steps, places, last_place, lengths)
 
 
 def gather_head_inputs(graph: "Graph", x: str, places: str) -> str:
-    """Add a gather of the hidden states that the head reads: those of x [B, T, D] at the indices `places` [B, n]."""
+    """Add a gather of the hidden states that the head reads, and return the name of the result [B, n, D].
+
+    Args:
+        x: name of the hidden states [B, T, D].
+        places: name of the indices [B, n] of the tokens to gather.
+    """
     index = graph.add("Unsqueeze", places, graph.int64("channels_axis", (2,)))
     return graph.add("GatherND", x, index, name=_STATES_READ, batch_dims=1)
 

@@ -35,15 +35,15 @@ CACHE_LIMIT = 4.0
 
 
 def latent_widths(architecture: Architecture) -> tuple[int, int] | None:
-    """Return the widths of a token's latent and of its rotated key part, or None if the model has no latents."""
+    """Return the widths of a token's latent and of its rotated keys, or None if the model has no latent attention."""
     widths = {(rows.values[1], rows.keys[1]) for rows in architecture.cached_shapes.values() if rows.is_latent}
     return next(iter(widths), None)
 
 
 def attention_spec(architecture: Architecture) -> DiffSpec:
-    """Return the specification of the graph's attention nodes: the model's, or for latent attention one over latents.
+    """Return the specification of the graph's attention nodes: the model's, or one of attention over latents.
 
-    Nodes over latents use the logit scale of the model's `diff_spec` instead of the returned one.
+    Nodes over latents use the logit scale of the model's own specification, not the returned one's.
     """
     spec, widths = architecture.diff_spec, latent_widths(architecture)
     if widths is None:
@@ -61,7 +61,7 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
         ranges: ranges calibrated on this checkpoint.
 
     Raises:
-        UsageError: the ranges have no keys or no values, or were clipped for another width.
+        UsageError: the ranges have no keys or no values, or were clipped for codes of another width.
     """
     ranges.check_recipe(Recipe.of(kv=f"{bits}:static"))
     orders = exported_cache_channels(source)
@@ -161,7 +161,7 @@ class ExportPlan:
         }
 
     def read_small_matrix(self, name: str) -> Tensor:
-        """Read a whole matrix in float32; use it for small ones, such as λ projections."""
+        """Read all rows of a small matrix, such as a λ projection, in float32."""
         matrix = open_matrix(self.source, name, FULL)
         return matrix.read_float32(0, matrix.shape[0])
 
@@ -169,7 +169,7 @@ class ExportPlan:
         """Read a norm's weight, a bias or a λ vector in float32; a bias is reordered like its matrix's rows.
 
         Raises:
-            NonFiniteError: it contains NaN or infinity.
+            NonFiniteError: the vector contains NaN or infinity.
         """
         vector = self.source.read(name)
         check_finite(vector, self.adapter.source_name(name))
@@ -217,6 +217,9 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
 
 def check_exportable(source: Source, verb: str) -> None:
     """Check that an export exists for a checkpoint's architecture and for all of its blocks.
+
+    Args:
+        verb: name of the command, for the error message.
 
     Raises:
         CheckpointError: there is no export for the architecture or some blocks; the message names them.
@@ -277,7 +280,7 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
 
 
 def activation_schemes(source: Source) -> list[str]:
-    """Return the schemes, as text, with which a checkpoint's recipe quantizes activations."""
+    """Return the schemes, as texts, with which a checkpoint's recipe quantizes activations; empty if it does not."""
     return sorted({str(scheme) for scheme in source.recipe.schemes_of("activations") if scheme.quantizes})
 
 
@@ -293,5 +296,5 @@ def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str
 
 
 def cached_key_width(spec: DiffSpec) -> int:
-    """Return the width of a KV pair's cached keys, which in V1 are those of both maps; values are as wide."""
+    """Return the width of a KV pair's cached keys, in V1 of both maps together; cached values are as wide."""
     return spec.layout.row_count("k_proj") // spec.kv_pairs

@@ -18,10 +18,10 @@ def standard_ops_text(attributes: AttentionAttributes, width: int, cached: bool,
     """Return the nodes of the "pure" body as text in onnx's syntax.
 
     Args:
-        attributes: attributes of the nodes that will use it.
+        attributes: attributes of the nodes that will use the body.
         width: width d of a query head.
         cached: whether nodes have past keys and values as inputs.
-        gates: names among `GATES` of the gates that nodes have as inputs.
+        gates: gates that nodes have as inputs: "signal_gate", "output_gate", both or none.
 
     Raises:
         UsageError: the cache has 6 bits, which standard ops cannot read.

@@ -10,12 +10,14 @@ from diffquant.recipe.numbers.absmax import max_code
 
 
 def cache_update_text(name: str, kv_pairs: int, width: int, attributes: AttentionAttributes, cached: bool) -> str:
-    """Return nodes that compute present_{name}, and its dequantized values {name}_read in float32.
+    """Return nodes, as text, that append new keys or values to the cache, and dequantize all of it.
+
+    The outputs are present_{name}, the cache, and {name}_read, its float32 values [B, h_kv, S, width] for S tokens.
 
     Args:
         name: "key" or "value".
         kv_pairs: number h_kv of KV pairs.
-        width: channels of a KV pair; {name}_read is [B, h_kv, S, width] for a cache of S tokens.
+        width: number of channels of a KV pair.
         attributes: attributes of the nodes that will use the body.
         cached: whether nodes have past keys and values as inputs.
     """

@@ -30,8 +30,8 @@ class StreamedTensor:
         kind: TensorProto data type.
         shape: shape in the model, rows first.
         row_bytes: stored bytes of a row.
-        width: elements of a row in the checkpoint.
-        make: returns a tensor with the stored bytes of rows, given the first and the last (exclusive) row.
+        width: number of elements of a row in the checkpoint.
+        make: function that returns the data of the rows `first` to `last` - 1, given these two.
         follows: whether the data is stored directly after the preceding tensor's, so that both can be read as one.
     """
 
@@ -48,7 +48,7 @@ class StreamedTensor:
         return self.shape[0] * self.row_bytes
 
     def row_ranges(self) -> Iterator[tuple[int, int]]:
-        """Return the blocks of rows to compute at a time, as tuples of first and last (exclusive) row."""
+        """Return the ranges of rows to compute at a time, as tuples (first, last) for the rows first to last - 1."""
         rows = max(1, BLOCK_ELEMENTS // max(1, self.width))
         return ((first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows))
 
@@ -65,7 +65,7 @@ def assign_offsets(tensors: Sequence[StreamedTensor], data_name: str = DATA_FILE
 
 
 def write_data_file(path: Path, tensors: Sequence[StreamedTensor], progress: Progress) -> None:
-    """Write the data file, with a few blocks of rows per core in memory."""
+    """Write the tensors to the data file, with a few blocks of rows per core in memory at a time."""
     placed, size = assign_offsets(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
@@ -93,7 +93,13 @@ def _reference(tensor: StreamedTensor, offset: int, data_name: str) -> TensorPro
 
 
 def make_view(tensors: Sequence[TensorProto], name: str, shape: Sequence[int]) -> TensorProto:
-    """Return an initializer with this name and shape whose bytes are those of tensors stored without gaps between."""
+    """Return an initializer whose bytes are those of consecutive tensors in the data file.
+
+    Args:
+        tensors: initializers of the tensors, which are stored without gaps.
+        name: name of the new initializer.
+        shape: shape of the new initializer.
+    """
     other = TensorProto()
     other.CopyFrom(tensors[0])
     other.name = name

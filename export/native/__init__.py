@@ -16,9 +16,10 @@ OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
 
 
 def library_path() -> Path | None:
-    """Return the library to give to `SessionOptions.register_custom_ops_library`, or None if it was not built.
+    """Return the path of the native library, or None if it was not built.
 
-    The environment variable DIFFQUANT_NATIVE_LIBRARY is the path of another library; if it is empty, none is used.
+    If the environment variable DIFFQUANT_NATIVE_LIBRARY is set, it is the path of another library; if it is empty, the
+    result is None.
 
     Raises:
         UsageError: DIFFQUANT_NATIVE_LIBRARY is not the path of a file.
@@ -35,40 +36,40 @@ def library_path() -> Path | None:
 
 
 def attention_instruction_set() -> str | None:
-    """Return the instruction set of the library's attention: avx512, avx2 or plain, or None if there is no library."""
+    """Return the attention kernel's instruction set: avx512, avx2 or plain, or None if there is no library."""
     return _name("diffquant_kernel_name")
 
 
 def matmul_instruction_set() -> str | None:
-    """Return the instruction set of the library's quantized matmuls, avx512vnni or avx2, or None if they are not used.
+    """Return the instruction set of the quantized matmuls' kernel: avx512vnni or avx2, or None if it is not used.
 
-    They are used only on CPUs where they are known to be faster than ONNX Runtime's kernels.
+    The kernel is used only on CPUs where it is known to be faster than ONNX Runtime's.
     """
     return _name("diffquant_matmul_kernel_name")
 
 
 def use_attention_kernel(name: str) -> bool:
-    """Switch this process's attention kernel to another instruction set, to test or compare it.
+    """Switch this process's attention to another kernel, to test or compare it.
 
     Args:
-        name: avx512, avx2 or plain.
+        name: instruction set of the kernel: avx512, avx2 or plain.
 
     Returns:
-        Whether there is a library and this CPU supports the instruction set.
+        Whether the kernel can be used: the library is built, and this CPU supports the instruction set.
     """
     return bool(_call_library("diffquant_use_kernel", ctypes.c_int, name.encode()))
 
 
 def use_matmul_kernel(name: str) -> bool:
-    """Switch the quantized matmuls of sessions opened from now on to another instruction set, to test or compare it.
+    """Switch the quantized matmuls of sessions that are opened later to another kernel, to test or compare it.
 
     If ONNX Runtime's kernels are the default on this CPU, call this before the process's first session.
 
     Args:
-        name: amx, avx512vnni, avx2, neon or plain.
+        name: instruction set of the kernel: amx, avx512vnni, avx2, neon or plain.
 
     Returns:
-        Whether there is a library and this CPU supports the instruction set.
+        Whether the kernel can be used: the library is built, and this CPU supports the instruction set.
     """
     return bool(_call_library("diffquant_use_matmul_kernel", ctypes.c_int, name.encode()))
 

@@ -34,7 +34,7 @@ _SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefin
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler: $CXX, or the first one on the PATH, or None if there is none."""
+    """Return the C++ compiler's command: $CXX if set, else a compiler on the PATH, or None if there is none."""
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 

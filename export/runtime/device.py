@@ -35,7 +35,7 @@ class RuntimeDevice:
         """Parse a name such as "cpu", "cuda" or "cuda:1"; "auto" is CUDA if ONNX Runtime can start on it.
 
         Raises:
-            UsageError: the name is none of these.
+            UsageError: the name has none of these forms.
         """
         if name == "auto":
             return cls("cuda" if _starts_on_cuda() else "cpu")
@@ -61,7 +61,10 @@ class RuntimeDevice:
 
     @property
     def providers(self) -> list[str | tuple[str, dict[str, str]]]:
-        """Execution providers in order of priority; the CPU's comes last and runs what the others do not."""
+        """Execution providers in order of priority.
+
+        The CPU's comes last, for nodes that the device's provider does not support.
+        """
         if self.kind == "cpu":
             return [CPU]
         return [(CUDA, self.cuda_options), CPU]
@@ -117,15 +120,20 @@ def _starts_on_cuda() -> bool:
 
 
 def count_cpu_nodes(session: ort.InferenceSession) -> dict[str, int]:
-    """Count a session's nodes that run on the CPU, by operator."""
+    """Count a session's nodes that run on the CPU, by operator.
+
+    The session's options must have been passed to `RuntimeDevice.record_node_providers`.
+    """
     graphs = session.get_provider_graph_assignment_info()
     return dict(Counter(node.op_type for graph in graphs if graph.ep_name == CPU for node in graph.get_nodes()))
 
 
 def cuda_notes(dtype: str, kv_bits: int, is_fused: bool) -> list[str]:
-    """Return sentences on the parts of a model that a CUDA session runs on the CPU.
+    """Return sentences on the parts of a model that a CUDA session runs on the CPU; empty if there are none.
 
     Args:
+        dtype: type of the activations.
+        kv_bits: width of the KV cache, or 16 if it is not quantized.
         is_fused: whether attention is ONNX Runtime's GroupQueryAttention, not standard operators.
 
     Source: docs/OperatorKernels.md of ONNX Runtime, at 001d12d2623f; not tested on a GPU.

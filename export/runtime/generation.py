@@ -35,8 +35,8 @@ class Speed:
     Attributes:
         prompt_tokens: number of tokens in the prompt.
         new_tokens: number of generated tokens.
-        prompt_seconds: time of the prefill.
-        decode_seconds: time for all new tokens after the first.
+        prompt_seconds: time for the prompt (prefill).
+        decode_seconds: time for all new tokens except the first.
         cache_bytes: size of the KV cache.
         peak_bytes: peak resident set size of the process, the model included.
     """
@@ -115,10 +115,14 @@ class Generator:
     def generate_tokens(
         self, ids: list[int], max_new_tokens: int, choose_token: Callable[[np.ndarray], int] | None = None
     ) -> Iterator[int]:
-        """Continue token ids until an end token, `max_new_tokens` or the end of the context, and yield the new ids.
+        """Generate tokens after a prompt, and yield each token's id.
+
+        Generation stops after `max_new_tokens`, at an end token, which is not yielded, or at the end of the model's
+        context.
 
         Args:
-            pick: chooses a token from its logits [V]; greedy by default.
+            ids: token ids of the prompt.
+            choose_token: function that chooses a token id from logits [vocabulary]; by default the largest logit's.
 
         Raises:
             UsageError: there are no ids, they fill the model's context, or one is not in the vocabulary.
@@ -157,7 +161,7 @@ class Generator:
 
 
 class FolderTokenizer:
-    """A folder's tokenizer, read from tokenizer.json, or by transformers if there is no such file."""
+    """A folder's tokenizer, loaded from tokenizer.json, or by transformers if there is no such file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -194,7 +198,7 @@ class FolderTokenizer:
         return str(decode(ids, skip_special_tokens=True))
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
-        """Return a token's text in the vocabulary, or None if there is no such token."""
+        """Return the text of a token id in the vocabulary, or None if there is no such token."""
         return self._fast.id_to_token(token) if self._fast else self._slow.convert_ids_to_tokens(token)
 
     def _through_transformers(self) -> Any:
@@ -204,10 +208,10 @@ class FolderTokenizer:
 
 
 def read_context_length(folder: Path) -> int:
-    """Return an exported model's context length in tokens, from its config.json; 2048 if it is not given there.
+    """Return an exported model's context length in tokens, from its config.json, or 2048 if it has none.
 
     Raises:
-        CheckpointError: it is not an integer.
+        CheckpointError: the context length is not an integer.
     """
     length = read_json(folder / "config.json").get("max_position_embeddings", 2048)
     if type(length) is not int:

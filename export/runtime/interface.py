@@ -21,9 +21,9 @@ def check_external(model: ModelProto, path: Path, folder: Path) -> None:
     """Check that every external tensor's file is in the graph's folder, and is long enough for the tensor.
 
     Args:
-        path: the graph's file.
-        folder: exported folder. Symbolic links may lead only to files in it, or to blobs of the Hugging Face cache
-            that it is in.
+        path: path of the graph's file.
+        folder: exported folder. Symbolic links may lead only to files in it, or to blobs of the Hugging Face cache that
+            it is in.
 
     Raises:
         CheckpointError: some tensors fail the check; the message names them all.
@@ -57,10 +57,16 @@ def load_graph(folder: Path) -> ModelProto:
 
 
 def resolve_data_links(model: ModelProto, path: Path) -> Path:
-    """Replace symbolic links to a graph's data files by the files they lead to, and return the folder of these files.
+    """Replace names of symbolic links in a graph by the names of the data files that they lead to.
 
-    Only the graph is changed: its tensors then name these files. Versions of ONNX Runtime differ in the links that they
+    Only the graph is changed. It then works in all versions of ONNX Runtime, which differ in the links that they
     follow.
+
+    Args:
+        path: path of the graph's file.
+
+    Returns:
+        Folder of the data files.
     """
     folder = path.parent
     for tensor in model.graph.initializer:
@@ -72,7 +78,11 @@ def resolve_data_links(model: ModelProto, path: Path) -> Path:
 
 
 def has_linked_data(model: ModelProto, path: Path) -> bool:
-    """Return whether some data file of the graph in `path` is a symbolic link."""
+    """Return whether some data file of a graph is a symbolic link.
+
+    Args:
+        path: path of the graph's file.
+    """
     names = {
         entry.value for tensor in model.graph.initializer for entry in tensor.external_data if entry.key == "location"
     }
@@ -111,12 +121,12 @@ class CacheShape:
     """Names and sizes of a model's cache: keys and values per token, and recurrent states per sequence.
 
     Attributes:
-        inputs: names of the inputs for past keys and values, by layer and part.
+        inputs: names of the inputs for past keys and values, in the graph's order.
         outputs: names of the outputs for present keys and values, in the same order.
         kv_pairs: number h_kv of KV pairs.
-        width: stored entries per token and KV pair; an entry holds two codes if they have 4 bits.
+        width: number of stored entries per token and KV pair; an entry has two codes if they have 4 bits.
         dtype: dtype of the entries.
-        states: initial recurrent states [1, size, size] by input name; empty in a Transformer.
+        states: initial recurrent states [1, size, size] by input name; empty if the model has none.
     """
 
     inputs: tuple[str, ...]
@@ -143,7 +153,13 @@ class CacheShape:
 
 
 def read_interface(graph: onnx.GraphProto, file: Path) -> tuple[CacheShape | None, onnx.TypeProto.Tensor]:
-    """Return the shape of a graph's cache, if it has one, and the type of the logits [B, 1 or T, vocabulary].
+    """Check a graph's inputs and outputs, and return the shape of its cache and the type of its logits.
+
+    Args:
+        file: path of the graph, for the error message.
+
+    Returns:
+        The cache's shape, or None if there is no cache, and the logits' tensor type, [B, 1 or T, vocabulary].
 
     Raises:
         CheckpointError: the inputs or outputs are not those of an exported model; the message names every reason.
@@ -221,12 +237,14 @@ _MOST_EXPANDED = 2**28
 def set_accuracy_level(graph: onnx.ModelProto, level: int, folder: Path) -> dict[str, np.ndarray]:
     """Change every quantized matmul of a graph to ONNX Runtime's MatMulNBits with this accuracy level.
 
+    At level 1, matmuls with 8-bit weights become float32 matmuls, unless the dequantized weights take too much memory.
+
     Args:
-        level: MatMulNBits' accuracy_level: 4 has int8 activations, 1 float32 ones.
+        level: 4 for int8 activations, 1 for float32 activations.
         folder: folder of the graph's data.
 
     Returns:
-        Values of new external initializers by name, to be passed to the session in memory.
+        Dequantized weights by the names of their new initializers, which the session needs in memory; empty at level 4.
     """
     for node in graph.graph.node:
         if node.op_type != MATMUL:

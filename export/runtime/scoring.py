@@ -33,7 +33,7 @@ from diffquant.support.installation import install_command
 
 
 class OnnxRuntime:
-    """The runtime with which `diffquant.sweep` opens exported folders."""
+    """Opens exported folders for `diffquant.sweep` and describes them."""
 
     # All logits of a pass are in memory at once: 1,024 tokens with a vocabulary of 50,000 take 200 MB.
     batch_tokens = 1024
@@ -85,7 +85,11 @@ class OnnxRuntime:
 
 
 class OnnxCache:
-    """The caches of a batch's sequences, a list of arrays each; sequences may share arrays, which never change."""
+    """Caches of a batch of sequences.
+
+    Attributes:
+        rows: for each sequence, its caches as arrays on the device. Arrays never change, so sequences may share them.
+    """
 
     def __init__(self, rows: list[list[onnxruntime.OrtValue]] | None = None) -> None:
         self.rows = rows or []
@@ -98,7 +102,7 @@ class OnnxCache:
 
 
 class OnnxLanguageModel(LanguageModel):
-    """An exported model as the evaluations use it; the session must return logits at every position."""
+    """An exported model with the interface that evaluations use; it must return logits at every position."""
 
     def __init__(self, runtime: OnnxModel, tokenizer: Any = None) -> None:
         """Wrap an opened model; `tokenizer` is needed only for text."""
@@ -131,7 +135,10 @@ class OnnxLanguageModel(LanguageModel):
         return OnnxCache()
 
     def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> ModelOutputs:
-        """Return logits [B, T, V] of new tokens [B, T]; 0 for those that the mask hides."""
+        """Return logits [B, T, V] of new tokens [B, T] for a vocabulary of size V, and extend the cache.
+
+        Logits are 0 for tokens that the mask hides.
+        """
         batch, length = ids.shape
         cache = cache if isinstance(cache, OnnxCache) else OnnxCache()
         pasts = cache.rows or [self.runtime.allocate_cache(1) for _ in range(batch)]

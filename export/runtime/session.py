@@ -44,7 +44,8 @@ class OnnxModel:
         vocabulary: number of logits per token.
         dtype: dtype of the logits.
         device: device that the model runs on.
-        gives_every_position: whether a call returns the logits of every new token, not only of each sequence's last.
+        gives_every_position: whether a call returns the logits of every new token, not only of each sequence's last
+            token.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class OnnxModel:
         Args:
             threads: number of threads per node (intra-op); 0 uses all cores.
             extra_outputs: names of values inside the graph to add to the outputs.
-            every_position: compute the logits of every new token even if the exported graph computes only the last's.
+            every_position: compute the logits of every new token, even if the exported graph computes only the last.
             accuracy_level: MatMulNBits' accuracy level for every quantized matmul; the model's by default.
             native: use the native library's CPU kernels if it was built, not the model's function bodies.
             device: "auto", "cpu", "cuda" or "cuda:N".
@@ -109,7 +110,7 @@ class OnnxModel:
 
     @property
     def cpu_node_counts(self) -> dict[str, int]:
-        """Number of nodes, by operator, that run on the CPU although another device was chosen."""
+        """Number of nodes, by operator, that run on the CPU although another device was chosen; empty if none do."""
         return {} if self.device.kind == "cpu" else count_cpu_nodes(self.session)
 
     def require_cache(self) -> CacheShape:
@@ -125,7 +126,15 @@ class OnnxModel:
         return self.cache
 
     def allocate_cache(self, batch: int, token_capacity: int = 0) -> list[ort.OrtValue]:
-        """Allocate caches on the device, each with space for `token_capacity` tokens, then initial states."""
+        """Allocate caches and initial recurrent states on the device; return an empty list if the model has no cache.
+
+        Args:
+            batch: number of sequences.
+            token_capacity: number of tokens per sequence for which each cache has space.
+
+        Returns:
+            Caches in the order of `cache.inputs`, then states in the order of `cache.states`.
+        """
         if self.cache is None:
             return []
         shape = (batch, self.cache.kv_pairs, token_capacity, self.cache.width)
@@ -133,20 +142,21 @@ class OnnxModel:
         return of_tokens + self.allocate_states(batch)
 
     def allocate_states(self, batch: int) -> list[ort.OrtValue]:
-        """Allocate the initial recurrent states on the device, in the order of `cache.states`."""
+        """Allocate initial recurrent states on the device, in the order of `cache.states`; empty if there are none."""
         states = {} if self.cache is None else self.cache.states
         return [self.device.copy_to_device(np.repeat(state, batch, 0)) for state in states.values()]
 
     def run(
         self, ids: np.ndarray, mask: np.ndarray, past: list[ort.OrtValue], outputs: tuple[str, ...] = ("logits",)
     ) -> tuple[list[np.ndarray], list[ort.OrtValue]]:
-        """Run one call; return the named outputs as arrays, and the extended caches, which stay on the device.
+        """Run one call; return the outputs as arrays, and the extended caches, which stay on the device.
 
         Args:
             ids: token ids, int64 [B, T].
             mask: attention mask, int64 [B, S], a column for each token of this and of earlier calls; 0 for padding on
                 either side.
             past: caches from `allocate_cache` or from the previous call.
+            outputs: names of the outputs to return.
         """
         binding = self.session.io_binding()
         bind_tokens(binding, ids, mask)
@@ -175,17 +185,23 @@ class OnnxModel:
 
 
 class InPlaceDecoder:
-    """Decodes one batch with preallocated caches: past and present share a buffer, so no step copies them."""
+    """Decodes one batch with preallocated caches: past and present share a buffer, so that no step copies them."""
 
-    def __init__(self, model: OnnxModel, batch: int, rows: int) -> None:
+    def __init__(self, model: OnnxModel, batch: int, token_capacity: int) -> None:
+        """Allocate the caches.
+
+        Args:
+            batch: number of sequences.
+            token_capacity: number of tokens per sequence for which the caches have space.
+        """
         self.cache = model.require_cache()
         self.model = model
         self.batch = batch
-        self.rows = rows
+        self.token_capacity = token_capacity
         self.length = 0
         self._binding = model.session.io_binding()
         tokens = len(self.cache.inputs)
-        buffers = model.allocate_cache(batch, rows)
+        buffers = model.allocate_cache(batch, token_capacity)
         self._buffers, states = buffers[:tokens], buffers[tokens:]
         for past, present, buffer in zip(self.cache.inputs, self.cache.outputs, self._buffers, strict=True):
             self._binding.bind_ortvalue_input(past, buffer)
@@ -196,10 +212,13 @@ class InPlaceDecoder:
     @property
     def nbytes(self) -> int:
         """Size of the caches in bytes."""
-        return self.batch * (self.cache.bytes_per_token * self.rows + 2 * self.cache.state_bytes)
+        return self.batch * (self.cache.bytes_per_token * self.token_capacity + 2 * self.cache.state_bytes)
 
     def step(self, ids: np.ndarray) -> np.ndarray:
-        """Append tokens [B, T] to the batch; return their logits [B, T, V], or only the last one's [B, 1, V]."""
+        """Append token ids [B, T] to the batch, and return their logits [B, T, vocabulary].
+
+        If the model computes only the last token's logits, the result is [B, 1, vocabulary].
+        """
         self.length += ids.shape[1]
         bind_tokens(self._binding, ids, np.ones((self.batch, self.length), np.int64))
         for name, state in zip(self.cache.states, self._states, strict=True):
@@ -222,7 +241,12 @@ def bind_tokens(binding: ort.IOBinding, ids: np.ndarray, mask: np.ndarray) -> No
 
 
 def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions:
-    """Return session options with few log messages; `native` registers the native library if it is built."""
+    """Return session options with few log messages.
+
+    Args:
+        threads: number of threads per node (intra-op); 0 uses all cores.
+        native: use the native library's kernels if it was built.
+    """
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
@@ -233,7 +257,7 @@ def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions
 
 
 def lacks_kernels(graph: onnx.ModelProto) -> bool:
-    """Return whether a graph has ops with native kernels although the native library is not built."""
+    """Return whether a graph has ops with native kernels, but the native library was not built."""
     return library_path() is None and any((node.domain, node.op_type) in _NATIVE for node in graph.graph.node)
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from diffquant.checkpoints.source import Source
 from diffquant.model.causal import CausalModel
 from diffquant.model.decoder import DecoderLayer
-from diffquant.onnx.graph.linears import container_bits, int8_block
+from diffquant.onnx.graph.linears import container_bits, int8_block_size
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.rounding import (
@@ -38,10 +38,10 @@ class ExportedWeights:
     """A model with the values of an export's weights, in float32.
 
     Attributes:
-        model: the model.
+        model: the model in torch.
         rounds: whether some of the export's matmuls round their activations to int8.
-        flipping: relative noise with which some quantized values, logits included, move to a neighbouring code.
-        knows_rounding: whether ONNX Runtime's rounding of activations is a rule that is implemented here.
+        flipping: size of relative noise that moves some quantized values, logits included, to a neighbouring code.
+        knows_rounding: whether this class can round activations exactly as ONNX Runtime does.
     """
 
     def __init__(self, source: Source, options: ExportOptions, exact_bits: Collection[int]) -> None:
@@ -63,12 +63,12 @@ class ExportedWeights:
         self._hook_results()
 
     def change_arithmetic(self, *, rounds: bool = False, noise: float | None = None) -> AbstractContextManager[None]:
-        """Change the arithmetic inside the context: round activations, add noise, or both.
+        """Inside the context, round activations, add noise to results, or both.
 
         Args:
             rounds: round activations as ONNX Runtime's int8 matmuls do.
-            noise: add noise to every result, as large as the rounding error of the export's type and at least this
-                fraction of the result; the same noise each time.
+            noise: smallest relative size of the noise, or None to add no noise. The noise is at least as large as the
+                rounding error of the export's type. It is the same each time.
         """
         self._disturbance.restart()
         return self._set(_is_rounding=rounds, _noise=noise)
@@ -105,7 +105,7 @@ class ExportedWeights:
         is_tied = self.model.config.tie_word_embeddings
         for name, module in self.model.named_modules():
             matrix = self._plan.matrices.get(EMBEDDING if is_tied and f"{name}.weight" == HEAD else f"{name}.weight")
-            block = None if matrix is None else int8_block(matrix, self._plan.options)
+            block = None if matrix is None else int8_block_size(matrix, self._plan.options)
             if matrix is None or block is None or not isinstance(module, nn.Linear):
                 continue
             bits = container_bits(matrix.scheme)

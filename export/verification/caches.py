@@ -17,7 +17,7 @@ from diffquant.recipe.numbers.absmax import max_code
 
 
 def scale_error(cache: "StaticScaleCache", ranges: Ranges) -> float:
-    """Return the largest relative difference of a cache's scales from those that calibrated ranges give."""
+    """Return the largest relative difference between a cache's scales and those that calibrated ranges give."""
     errors = [
         (scale.flatten() * max_code(cache.bits) / ranges.tensors[f"layers.{layer}.{target}"].flatten() - 1).abs().max()
         for layer, scales in cache.scales.items()
@@ -27,7 +27,7 @@ def scale_error(cache: "StaticScaleCache", ranges: Ranges) -> float:
 
 
 def to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Reorder an export's cache scales to the heads and channels of DiffTransformer.
+    """Reorder the scales of an export's cache to DiffTransformer's heads and channels.
 
     Args:
         scales: k_scale and v_scale of a layer.
@@ -41,12 +41,12 @@ def to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 class StaticScaleCache(DynamicCache):
-    """A cache that returns new keys and values quantized and dequantized, and stores none.
+    """A cache that quantizes and dequantizes new keys and values, returns them, and stores none.
 
     Attributes:
-        scales: scales of keys and values by layer.
+        scales: scales of keys and values, by layer.
         bits: width of the codes.
-        largest: largest magnitudes of keys and values so far, by layer, in the scales' shapes.
+        largest: largest magnitudes of keys and values so far, by layer; shaped like the scales.
     """
 
     def __init__(self, scales: Mapping[int, tuple[Tensor, Tensor]], bits: int) -> None:
@@ -72,7 +72,7 @@ class StaticScaleCache(DynamicCache):
         )
         return keys, values
 
-    def clips(self, layer: int) -> bool:
+    def has_clipped(self, layer: int) -> bool:
         """Return whether some of a layer's keys or values so far were clipped to the largest code."""
         limit = max_code(self.bits)
         pairs = zip(self.largest[layer], self.scales[layer], strict=True)
@@ -106,7 +106,7 @@ def read_cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
 
 @dataclass(frozen=True)
 class Past:
-    """Cached keys and values before a sequence, the same in all layers.
+    """Cached keys and values of P tokens before a sequence, the same in all layers.
 
     Attributes:
         keys: [1, key heads, P, key width] in DiffTransformer's order; if the cache is quantized, codes as floats.
@@ -126,7 +126,14 @@ class Past:
         orders: tuple[Tensor, Tensor],
         states: tuple[Tensor, Tensor] | None = None,
     ) -> "Past":
-        """Convert an export's cached keys and values [1, KV pairs, P, entries], in `exported_cache_channels`' order."""
+        """Convert an export's cached keys and values, which have P tokens.
+
+        Args:
+            keys: keys as the export stores them, [1, KV pairs, P, entries].
+            values: values as the export stores them, [1, KV pairs, P, entries].
+            orders: result of `exported_cache_channels`.
+            states: recurrent states, as in the class.
+        """
         flat = (torch.from_numpy(_codes(x)[0]).movedim(0, 1).flatten(1) for x in (keys, values))
         of_model = [rows[:, order].movedim(0, 1)[None].float() for rows, order in zip(flat, orders, strict=True)]
         return cls(of_model[0], of_model[1], states)
@@ -144,10 +151,11 @@ class Past:
 
 @dataclass(frozen=True)
 class CallPattern:
-    """How a model reads a sequence; by default in one call without a past.
+    """How a model reads a sequence: split into calls, and behind a past.
 
     Attributes:
-        calls: number of tokens in each call; empty for one call. A dynamic scale of the logits is per call.
+        calls: number of tokens in each call; empty for one call. The split changes logits that are quantized with
+            dynamic scales.
         past: cached keys and values before the sequence, or None if there are none.
     """
 
@@ -159,13 +167,15 @@ WHOLE = CallPattern()
 
 
 class GrowingCache(DynamicCache):
-    """A cache of one layer that grows with each call, for one batch or for several sequences packed along one axis.
+    """A cache of one layer, which grows with each call.
+
+    It is for one batch, or for several sequences packed one after another along the token axis.
 
     Attributes:
         static: cache that rounds keys and values, or None to leave them unchanged.
         past: keys and values before the first call, or None if there are none.
-        held: keys and values after rounding, of each packed sequence or of the batch; () before the first call.
-        lengths: number of each packed sequence's tokens in a call; () for a batch.
+        held: rounded keys and values of each packed sequence, or of the batch; () before the first call.
+        lengths: number of each packed sequence's tokens in a call; empty for a batch.
     """
 
     def __init__(

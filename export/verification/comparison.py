@@ -63,7 +63,13 @@ _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
 @dataclass
 class Comparison:
-    """Compares an exported folder with its torch reference in every session and by all routes (`iterate_routes`)."""
+    """Compares an exported folder with its torch reference in every session and by all routes (`iterate_routes`).
+
+    Attributes:
+        passages: token ids [1, T] of the test passages.
+        tolerance: limit of the logits' relative RMS error, or None to derive it from the error that rounding causes.
+        threads: number of ONNX Runtime's threads; 0 uses all cores.
+    """
 
     folder: Path
     manifest: Manifest
@@ -96,12 +102,12 @@ class Comparison:
     def verify_all_routes(
         self, scales: Measure | None, rotation: Measure | None, bodies: Sequence[str]
     ) -> Verification:
-        """Run all routes in all sessions, and return the result; the arguments are further results to include.
+        """Run all routes in all sessions, and return the result.
 
         Args:
-            scales: error of the cache's scales against the calibrated ones, or None if these are unknown.
-            rotation: error of the RoPE tables, or None if there are none.
-            bodies: nodes whose attributes differ from those of their function bodies, as sentences.
+            scales: error of the cache's scales, to include in the result, or None if it is unknown.
+            rotation: error of the RoPE tables, to include in the result, or None if there are no tables.
+            bodies: sentences on nodes that differ from their function bodies, to include in the result.
         """
         compared: list[RouteErrors] = []
         failures: list[str] = []
@@ -124,7 +130,7 @@ class Comparison:
                     work = _WORK_OF_LONG_CONTEXT if route.name == LONG_CONTEXT else 1
                     self._advance(work, f"{session.name}, {route.name}")
             except GraphError as error:
-                if session.is_folder and not of_session:
+                if session.is_as_exported and not of_session:
                     raise CheckpointError(f"ONNX Runtime cannot run {self.folder}: {error}") from error
                 if session.runs_body and not of_session:
                     # The native kernel supports every head width, GroupQueryAttention does not.
@@ -178,7 +184,7 @@ class Comparison:
         if self._cache is None and self.reference.cache is not None and not session.rounds:
             fit = find_worst_cache_layer(self.reference, self._beginnings, [run.tensors for run in begun])
             self._cache_layer, self._cache = fit[0], Measure(fit[1], CACHE_LIMIT)
-            self._cache_clips = self.reference.cache.clips(fit[0])
+            self._cache_clips = self.reference.cache.has_clipped(fit[0])
 
         def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
             """Return the errors of the logits against the reference's and against prefill's."""
@@ -201,7 +207,7 @@ class Comparison:
         if model.cache is not None:
             with self._running(session, IN_PLACE):
                 used = model
-                if session.is_folder:
+                if session.is_as_exported:
                     # The folder is opened once more, unchanged, as `diffquant run` opens it.
                     used = OnnxModel(self.folder, self.threads, device=self.device, spins=False)
                 runs = run_last_positions(used, self._beginnings)

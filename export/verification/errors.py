@@ -22,7 +22,7 @@ class StageErrors:
     """Relative errors of the stages' outputs.
 
     Attributes:
-        passages: `passages[i][j]` holds the errors [T] of stage j at each position of passage i.
+        passages: `passages[i][j]` has the errors [T] of stage j at the T positions of passage i.
     """
 
     passages: tuple[tuple[Tensor, ...], ...]
@@ -33,15 +33,21 @@ class StageErrors:
         return self.quantile(1.0)
 
     def quantile(self, share: float) -> tuple[float, ...]:
-        """Return a quantile (0 to 1) of each stage's errors over all positions."""
+        """Return a quantile of each stage's errors over all positions of all passages.
+
+        Args:
+            share: share of errors below the quantile, 0 to 1.
+        """
         return tuple(float(torch.cat(parts).quantile(share)) for parts in zip(*self.passages, strict=True))
 
     def select_positions(self, firsts: Sequence[int] = (), lengths: Sequence[int] = ()) -> "StageErrors":
-        """Return the errors at some positions of the first passages.
+        """Return the errors of the first passages only, at some of their positions.
+
+        One passage is kept for each entry of `firsts`, or of `lengths` if `firsts` is empty.
 
         Args:
-            firsts: first position to keep of each passage.
-            lengths: number of positions to keep of each passage, if `firsts` is empty.
+            firsts: for each passage, the first position to keep; all later positions are kept, too.
+            lengths: for each passage, the number of positions to keep at its beginning.
         """
         ranges = [slice(first, None) for first in firsts] or [slice(length) for length in lengths]
         kept = zip(self.passages, ranges, strict=False)
@@ -66,7 +72,7 @@ class StageNoise:
         """Return, for each stage, a bound that its median error over positions rarely exceeds.
 
         Args:
-            firsts: first position to count of each passage.
+            firsts: for each passage, the first position to count.
         """
         # A cache code that flips affects all later positions, so passages are the independent samples, not positions.
         # Four standard errors, where a passage counts as four samples.
@@ -77,7 +83,7 @@ class StageNoise:
 
     @property
     def largest(self) -> float:
-        """Largest error in any stage if codes of all kinds move, which can happen in any of them: the bound of each."""
+        """Largest error of any stage in `many_flipped`; it bounds every stage, since codes can flip in each."""
         return max(self.many_flipped.largest)
 
 
@@ -88,14 +94,16 @@ def compute_stage_errors(
     firsts: Sequence[int],
     readings: Sequence[CallPattern],
 ) -> StageErrors:
-    """Return the errors of each of the runtime's stages, each given the runtime's output of the stage before.
+    """Return the errors of the runtime's stages.
+
+    The reference computes each stage from the runtime's output of the stage before, so that no error propagates.
 
     Args:
         reference: torch reference, set to compute as the runtime should.
         passages: token ids [1, T].
-        states: the runtime's outputs of all stages [1, T, ...] for each passage.
-        firsts: first position of each passage to compare.
-        readings: how each passage was split into calls.
+        states: for each passage, the runtime's outputs [1, T, ...] of all stages.
+        firsts: for each passage, the first position to compare.
+        readings: for each passage, how it was split into calls.
     """
     if any(each is not readings[0] for each in readings):
         ones = [slice(number, number + 1) for number in range(len(passages))]
@@ -113,7 +121,7 @@ def measure_stage_noise(
     states: Sequence[Sequence[Tensor]],
     rounds: bool,
     reading: CallPattern = WHOLE,
-    flips_alone: bool = False,
+    only_flips: bool = False,
     whole: tuple[Sequence[np.ndarray], Sequence[Sequence[Tensor]]] | None = None,
 ) -> StageNoise:
     """Measure the errors that rounding causes, by adding noise inside each stage of the reference.
@@ -121,15 +129,15 @@ def measure_stage_noise(
     Args:
         reference: torch reference.
         passages: token ids [1, T].
-        states: the runtime's outputs of all stages for each passage.
+        states: for each passage, the runtime's outputs of all stages.
         rounds: whether activations are rounded to int8.
         reading: how every passage was split into calls.
-        flips_alone: do not measure `StageNoise.rounded`, and set it to `flipped`.
+        only_flips: set `StageNoise.rounded` to `flipped` instead of measuring it.
         whole: whole passages and their states, if `passages` are only their beginnings. `many_flipped` is measured on
             whole passages, since the largest error grows with the number of positions.
     """
     many = reference.flipping
-    rounded = FLIPPING if flips_alone else 0.0
+    rounded = FLIPPING if only_flips else 0.0
     # It is chance whether one code flips; the effect of a flip is measured with noise that flips many.
     if whole is None:
         return StageNoise(*_disturb_stages(reference, passages, states, rounds, reading, (rounded, FLIPPING, many)))
@@ -166,15 +174,21 @@ def _disturb_stages(
 def find_worst_cache_layer(
     reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]
 ) -> tuple[int, float]:
-    """Compare the rounding error of a quantized cache with that under scales fitted to these passages.
+    """Find the layer where a quantized cache's scales fit these passages worst.
+
+    A layer's ratio is its median rounding error under the cache's scales, divided by that under scales fitted to the
+    passages.
 
     Args:
         reference: torch reference with a quantized cache, which has read the passages.
         passages: token ids [1, T].
-        states: the runtime's outputs of all stages for each passage.
+        states: for each passage, the runtime's outputs of all stages.
 
     Returns:
-        The layer with the largest ratio of median errors, and that ratio.
+        Index of the layer with the largest ratio, and that ratio.
+
+    Raises:
+        DiffQuantError: the reference has no quantized cache.
     """
     given = reference.cache
     if given is None:
@@ -195,7 +209,7 @@ def find_worst_cache_layer(
 
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
-    """Return the RMS error at each position [B·T], relative to the RMS of what the stage adds to its input.
+    """Return the RMS errors [B·T] of positions, relative to the RMS of what the stage should add to its input.
 
     Args:
         got: the stage's output [B, T, D].
@@ -206,7 +220,7 @@ def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
 
 
 def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the RMS error of logits, relative to the standard deviation of the expected ones over the vocabulary.
+    """Return the RMS error of logits, relative to the standard deviation of expected logits over the vocabulary.
 
     Args:
         pairs: for each passage, computed and expected logits [1, T, vocabulary].

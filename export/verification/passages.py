@@ -32,13 +32,13 @@ FarCalls = tuple[CallPattern, list[np.ndarray], list[list[np.ndarray]]]
 
 
 def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.ndarray]:
-    """Return passages of token ids [1, T], at least `POSITIONS` tokens in total.
+    """Return passages of bundled text as token ids [1, T], at least `POSITIONS` tokens in total.
 
-    The tokens are bundled text if the checkpoint has a tokenizer, otherwise random.
+    If the checkpoint has no tokenizer, the tokens are random.
 
     Args:
         source: checkpoint whose tokenizer is used.
-        config: gives the context length and the vocabulary size.
+        config: configuration with the context length and the vocabulary size.
     """
     lengths = _lengths(min(LONGEST, config.max_position_embeddings - 1))
     passages = _prose(source, lengths)
@@ -49,7 +49,7 @@ def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.nd
 
 
 def cut_beginnings(passages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Cut each passage [1, T] to the first `BEGINNING` / `LONGEST` of its tokens."""
+    """Cut each passage [1, T] to its first tokens, a fraction `BEGINNING` / `LONGEST` of all."""
     return [ids[:, : max(min(_SHORTEST, ids.shape[1]), ids.shape[1] * BEGINNING // LONGEST)] for ids in passages]
 
 
@@ -90,7 +90,11 @@ _MOST_UNCACHED = 1024
 
 
 def count_reached_positions(model: OnnxModel, positions: int) -> int:
-    """Return how many of the context's positions, `positions` in all, `run_far_tokens` reaches."""
+    """Return the number of positions that `run_far_tokens` reaches.
+
+    Args:
+        positions: number of positions of the model's context.
+    """
     return min(positions, _most_rows(model.cache) + 1 if model.cache else _MOST_UNCACHED)
 
 
@@ -99,7 +103,8 @@ def run_far_tokens(
 ) -> Iterator[FarCalls]:
     """Run single tokens at position 0 and behind random caches of growing length, and yield their outputs.
 
-    The last position is that of `count_reached_positions`. A model without a cache instead runs one sequence up to it.
+    The longest cache fills the context, or as much of it as memory allows. A model without a cache runs one long
+    sequence instead.
 
     Args:
         model: exported model to run.
@@ -108,8 +113,8 @@ def run_far_tokens(
         outputs: names of the graph's values to return.
 
     Yields:
-        For calls that are compared together: the reference's `CallPattern`, each call's token ids [B, T], and its
-        `outputs`, [B, T, ...] each.
+        For each group of calls to compare together: the reference's `CallPattern`, each call's token ids [B, T], and
+        each call's outputs [B, T, ...].
     """
     text = np.concatenate(passages, 1)
     end = count_reached_positions(model, reference.model.config.max_position_embeddings)
@@ -132,7 +137,11 @@ def run_far_tokens(
 
 
 def list_past_lengths(end: int) -> list[int]:
-    """Return the numbers of cached tokens to test behind, ascending, up to `end` - 1."""
+    """Return the cache lengths to test, in tokens, ascending.
+
+    Args:
+        end: number of positions that can be tested; the longest cache has `end` - 1 tokens.
+    """
     last = end - 1
     powers = (2**power - 1 for power in range(10, last.bit_length() + 1, 4))
     return sorted({length for length in (*_PASTS, *powers, last) if 0 < length <= last})

@@ -78,24 +78,28 @@ class Reference(ExportedWeights):
         return ["the embedding", *(f"layer {layer}" for layer in range(self.layers)), "the head"]
 
     def simulate_cache(self, cache: "StaticScaleCache | None") -> AbstractContextManager[None]:
-        """Inside the context, round keys and values with this cache, or not at all if it is None."""
+        """Inside the context, round keys and values with this cache; if it is None, leave them unrounded."""
         return self._set(cache=cache, _is_other_cache=cache is not self.cache)
 
     def use_call_pattern(self, reading: CallPattern) -> AbstractContextManager[None]:
-        """Inside the context, split sequences into calls and run them behind a past as the `CallPattern` specifies."""
+        """Inside the context, split sequences into calls, and run them behind a past, as this pattern specifies."""
         return self._set(_reading=reading)
 
     @torch.no_grad()
     def compute_stage(self, number: int, sequences: Sequence[Tensor], firsts: Sequence[int] = ()) -> list[Tensor]:
-        """Compute a stage's outputs for some sequences, [B, T - first, D or V] each.
+        """Compute a stage's outputs for several sequences.
 
         Results are reused: a stage stores its last whole sequence of each length. An input that is a prefix of a stored
-        one is not computed again. If only the positions before `first` are equal, those from `first` on are computed.
+        one is not computed again. If only the positions before a sequence's entry of `firsts` are equal, the others are
+        computed.
 
         Args:
             number: index of the stage in `stages`.
             sequences: outputs [B, T, D] of the stage before, or token ids [B, T].
-            firsts: first position to return of each sequence; 0 by default.
+            firsts: for each sequence, the first position to return; 0 by default.
+
+        Returns:
+            For each sequence, outputs [B, T - first, D], or logits [B, T - first, vocabulary] of the head.
         """
         firsts = firsts or [0] * len(sequences)
         if self._noise is not None or self._is_other_cache:
@@ -205,14 +209,20 @@ class Reference(ExportedWeights):
         return torch.cat(parts, 1), cache.held[0]
 
     def adapt_random_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return random cached keys and values [1, KV pairs, P, entries], changed if the model needs them to agree."""
+        """Return random cached keys and values, changed if the model's values depend on its keys.
+
+        Args:
+            keys: [1, KV pairs, tokens, entries], as stored.
+            values: [1, KV pairs, tokens, entries], as stored.
+        """
         return keys, values
 
     def convert_past(self, keys: np.ndarray, values: np.ndarray, states: Sequence[np.ndarray] = ()) -> Past:
         """Convert an exported model's cached keys and values, and its recurrent states, for a `CallPattern`.
 
         Args:
-            keys, values: [1, KV pairs, tokens, entries], as stored.
+            keys: [1, KV pairs, tokens, entries], as stored.
+            values: [1, KV pairs, tokens, entries], as stored.
             states: [1, ...] each; empty for a model without recurrent states.
         """
         of_layer = tuple(torch.from_numpy(state.astype(np.float32)) for state in states)
@@ -220,7 +230,7 @@ class Reference(ExportedWeights):
 
     @torch.no_grad()
     def compute_logits(self, passages: Sequence[np.ndarray]) -> list[Tensor]:
-        """Compute the logits [1, T, V] of each passage's token ids [1, T] through all stages."""
+        """Compute the logits [1, T, vocabulary] of each passage's token ids [1, T] through all stages."""
         if not self.packs and len(passages) > 1:
             return [self.compute_logits([ids])[0] for ids in passages]
         sequences = list(map(torch.from_numpy, passages))

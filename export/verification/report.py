@@ -31,7 +31,11 @@ class Measure:
 
     @property
     def ratio(self) -> float:
-        """Value over limit; infinite if the value is NaN, or is not 0 and the limit is."""
+        """The value divided by the limit.
+
+        If the limit is 0, the ratio is 0 for a value of 0, and infinite for any other. It is infinite if the value is
+        NaN.
+        """
         if self.limit == 0 or self.value != self.value:
             return 0.0 if self.value == 0 else float("inf")
         return self.value / self.limit
@@ -42,15 +46,17 @@ class Measure:
 
 @dataclass(frozen=True)
 class RouteErrors:
-    """Errors of one route, a way to feed passages to a session, against torch and against the session's prefill.
+    """Errors of one route, a way to feed passages to a session.
+
+    Outputs are compared with those of the torch reference, and with those of the session's prefill.
 
     Attributes:
         session: name of the session.
         name: name of the route, such as "prefill" or "decode".
         typical: each stage's median error over the positions; empty if only logits were compared.
-        largest: each stage's largest error over the positions.
+        largest: each stage's largest error over the positions; empty if only logits were compared.
         logits: relative RMS error of the logits of whole runs, or None if only stages were compared.
-        against_prefill: relative RMS difference of the logits from prefill's, or None if they may differ.
+        against_prefill: relative RMS difference of the logits from prefill's, or None if these may differ.
     """
 
     session: str
@@ -62,7 +68,7 @@ class RouteErrors:
 
     @property
     def logit_measures(self) -> tuple[Measure, ...]:
-        """The measured errors of the logits: none, one or two."""
+        """`logits` and `against_prefill`, without those that are None."""
         return tuple(each for each in (self.logits, self.against_prefill) if each is not None)
 
     @property
@@ -75,7 +81,7 @@ class RouteErrors:
         return all(measure.passed for measure in self.measures)
 
     def stages_out_of_tolerance(self) -> Iterator[int]:
-        """Yield the indices of the stages whose error exceeds a limit, in order."""
+        """Yield the indices of the stages whose median or largest error exceeds its limit, in order."""
         for number, of_stage in enumerate(zip(self.typical, self.largest, strict=True)):
             if not all(measure.passed for measure in of_stage):
                 yield number
@@ -92,15 +98,15 @@ class Verification(PrintableResult):
         reached: number of the context's positions that were tested with single tokens.
         stages: names of the stages in order.
         routes: errors of every route in every session.
-        cache: ratio of the quantized cache's median rounding error to the error under scales fitted to the passages,
-            in the layer with the largest ratio, or None if the cache has the activations' type.
-        cache_layer: index of that layer.
-        cache_clips: whether keys or values in that layer exceed the largest code.
-        scales: largest relative difference of the cache's scales from calibration's, or None if the folder has no
-            record of its calibration.
+        cache: ratio of the quantized cache's median rounding error to the error under scales fitted to the passages, in
+            the layer with the largest ratio, or None if the cache has the activations' type.
+        cache_layer: index of the layer with the largest ratio.
+        cache_clips: whether keys or values in `cache_layer` exceed the largest code.
+        scales: largest relative difference of the cache's scales from calibrated ones, or None if the cache is not
+            quantized or its calibration is not recorded.
         rotation: error of the RoPE tables divided by the error that rounding explains, or None if nothing is rotated.
-        failures: routes that ONNX Runtime cannot run, with the error.
-        bodies: nodes whose attributes differ from their function bodies, as sentences: such a node computes something
+        failures: sentences on routes that ONNX Runtime cannot run, with its errors.
+        bodies: sentences on nodes whose attributes differ from their function bodies. Such a node computes something
             else with the native library than without it.
         tokens: next-token predictions of prefill compared with the float32 reference's, by session.
         notes: sentences for the user.
@@ -172,7 +178,7 @@ class Verification(PrintableResult):
         return "\n".join(lines)
 
     def describe_first_failure(self) -> str:
-        """Describe the first failed check: the earliest stage out of tolerance, else logits, RoPE tables or cache."""
+        """Describe the first failed check, with stages first, in order, and then logits, RoPE tables and cache."""
         stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
         if stages:
             number, route = min(stages, key=lambda found: found[0])
@@ -217,8 +223,8 @@ def measure_stages(
 
     Args:
         errors: errors at some positions.
-        typical: typical noise of each stage.
-        largest: largest noise of any stage.
+        typical: for each stage, the noise to compare its median error with.
+        largest: noise to compare the largest error of every stage with.
         margin: factor between noise and limit.
     """
     medians = zip(errors.quantile(0.5), typical, strict=True)

@@ -26,7 +26,7 @@ _INT8_ACTIVATIONS = 4
 
 
 def round_by_block(x: Tensor, block: int) -> Tensor:
-    """Round activations to int8 with one scale per block of columns, absmax / 127, and dequantize them.
+    """Round activations to int8 with a scale of absmax / 127 per block of columns, and dequantize them.
 
     Args:
         x: [..., K] floats; the last block may be shorter.
@@ -44,19 +44,29 @@ def round_by_block(x: Tensor, block: int) -> Tensor:
 
 
 def round_by_row(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  the weight's blocks do not matter here
-    """Round activations to int8 with one scale per token, absmax / 127, and dequantize them."""
+    """Round activations to int8 with a scale of absmax / 127 per token, and dequantize them.
+
+    Args:
+        x: [..., K] floats.
+        block: not used; every rule has this argument.
+    """
     return round_by_block(x, x.shape[-1])
 
 
 def leave_unrounded(x: Tensor, block: int) -> Tensor:  # noqa: ARG001  nothing is rounded
-    """Return activations unchanged, as a kernel does that may round to int8 but computes in float32."""
+    """Return activations unchanged: the rule of kernels that compute in float32 where int8 is allowed.
+
+    Args:
+        x: [..., K] floats.
+        block: not used; every rule has this argument.
+    """
     return x
 
 
 def make_cached_rounding() -> Callable[[Tensor, Rounding, int], Tensor]:
-    """Return a function that rounds activations, and returns the last result again if the arguments are the same.
+    """Return a function that rounds activations, and keeps its last result for a next call with the same arguments.
 
-    Its arguments are the activations [..., K], the rule, and the block size of the matmul's weight.
+    The function's arguments are activations [..., K], the rounding rule, and the block size of the matmul's weight.
     """
     last: tuple[Tensor, Rounding, int, Tensor] | None = None
 

@@ -28,17 +28,17 @@ class SessionSettings:
         rounds: whether matmuls round activations to int8.
         accuracy_level: accuracy level of every quantized matmul, or None to use the folder's.
         runs_body: whether attention runs its function body although there is a native kernel.
-        is_folder: whether the session computes the same as the unchanged folder.
+        is_as_exported: whether the session computes the same as the unchanged folder.
     """
 
     name: str
     rounds: bool
     accuracy_level: int | None = None
     runs_body: bool = False
-    is_folder: bool = False
+    is_as_exported: bool = False
 
     def open(self, folder: Path, threads: int, extra_outputs: Sequence[str], device: str) -> OnnxModel:
-        """Open the folder, with the values named in `extra_outputs` as extra outputs."""
+        """Open the folder; `extra_outputs` are the names of values in the graph to add to the outputs."""
         return OnnxModel(
             folder,
             threads,
@@ -52,11 +52,16 @@ class SessionSettings:
 
 
 def list_sessions(reference: Reference, rounds: bool, device: str) -> list[SessionSettings]:
-    """List the sessions: the unchanged folder, one with float32 matmuls, and one without the native attention kernel.
+    """Return the sessions in which to verify a folder.
 
-    The second is listed only if the folder rounds activations, the third only if there is such a kernel on the device.
+    The first session opens the unchanged folder. If the folder rounds activations, another one has float32 matmuls. If
+    there is a native attention kernel for the device, another one runs without it.
+
+    Args:
+        rounds: whether the folder's matmuls round activations to int8.
+        device: where ONNX Runtime computes: "cpu" or "cuda:N".
     """
-    sessions = [SessionSettings("int8 activations" if rounds else "as exported", rounds, is_folder=True)]
+    sessions = [SessionSettings("int8 activations" if rounds else "as exported", rounds, is_as_exported=True)]
     if rounds:
         # Shows errors that rounding would hide: this session differs from torch only by float32 arithmetic.
         sessions.append(SessionSettings("float32 products", False, 1))
@@ -79,9 +84,9 @@ class Run:
     """Outputs of one passage's run.
 
     Attributes:
-        states: requested values of the graph at every position, [1, T, ...] each.
+        states: requested values of the graph at every position, [1, T, ...] each; the last are the logits.
         calls: number of tokens in each call.
-        first: first position to compare: the first that was computed with a cache before it, or 0 without a cache.
+        first: first position to compare, which is the first that was computed behind a cache; 0 if none was.
     """
 
     states: list[np.ndarray]
@@ -89,22 +94,31 @@ class Run:
     first: int = 0
 
     def cut_to(self, length: int) -> "Run":
-        """Return this run cut to its first `length` positions; it must have one call."""
+        """Return this run, which must have one call, cut to its first `length` positions."""
         return Run([values[:, :length] for values in self.states], (length,))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """`states` in float32."""
+        """`states` as float32 tensors."""
         return list(map(as_float32, self.states))
 
 
 def pair_logits(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of logits, the wanted ones cut to the length of the others; `got` may have fewer passages."""
+    """Yield pairs of expected and computed logits [1, T, vocabulary], one pair for each passage of `got`.
+
+    Args:
+        wanted: expected logits of each passage, cut to the length of the computed ones.
+        got: computed logits of the first passages, or of all.
+    """
     return ((whole[:, : some.shape[1]], some) for whole, some in zip(wanted, got, strict=False))
 
 
 def relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
-    """Return the relative RMS error of the logits of some runs, from each run's `first` position on."""
+    """Return the relative RMS error of the logits of some runs, from each run's `first` position on.
+
+    Args:
+        wanted: expected logits [1, T, vocabulary] of each passage.
+    """
     return relative_rms(
         (got[:, run.first :], logits[:, run.first :])
         for run, (logits, got) in zip(runs, pair_logits(wanted, [run.tensors[-1] for run in runs]), strict=True)
@@ -117,7 +131,7 @@ def as_float32(values: np.ndarray) -> Tensor:
 
 
 def iterate_routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[tuple[str, Runner]]:
-    """Yield the names and runners of a model's routes except prefill, which must run in this order.
+    """Yield the name and the runner of each route except prefill; the runners must be called in this order.
 
     Args:
         shares_prefixes: whether a position's result does not depend on the number of later tokens in its call.
@@ -133,10 +147,10 @@ def iterate_routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[t
 
 
 def run_last_positions(model: OnnxModel, passages: Sequence[np.ndarray]) -> list[Run]:
-    """Run passages as an unchanged folder does, and return the logits of each call's last position only.
+    """Run passages as an unchanged folder does, and return the logits of each call's last position; others are NaN.
 
     The first passage is decoded in place as `diffquant run` does: past and present caches share their memory. The
-    others run as one padded batch, in which each ends at its own column.
+    others run as one padded batch, and end at different columns.
     """
     runs = [_decode_in_place(model, passages[0])]
     if len(passages) > 1:
@@ -162,7 +176,11 @@ def _at_the_end(logits: np.ndarray, length: int) -> np.ndarray:
 
 
 def prefill(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
-    """Run each passage as one call with batch size 1."""
+    """Run each passage as one call with batch size 1.
+
+    Args:
+        outputs: names of the graph's values to return.
+    """
     return [_in_chunks(model, ids, [ids.shape[1]], outputs) for ids in passages]
 
 

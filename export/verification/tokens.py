@@ -42,7 +42,7 @@ def compare_tokens(pairs: Iterable[tuple[Tensor, Tensor]]) -> TokenComparison:
     """Compare a model's next-token predictions with its reference's.
 
     Args:
-        pairs: for each sequence, logits of the reference and of the model, [1, T, vocabulary] each.
+        pairs: for each sequence, the reference's logits and the model's logits, [1, T, vocabulary] each.
     """
     divergences, same = [], []
     # A few positions at a time: float64 copies of all logits of a large vocabulary are slow to allocate.
@@ -59,6 +59,10 @@ def compare_tokens(pairs: Iterable[tuple[Tensor, Tensor]]) -> TokenComparison:
 
 
 def has_lower_agreement(tokens: Mapping[str, TokenComparison]) -> bool:
-    """Return whether the first session's top-1 tokens equal the reference's less often than the second session's do."""
+    """Return whether the first session agrees less often with the reference than the second session does.
+
+    Args:
+        tokens: comparison of each session by name; with fewer than two, the result is false.
+    """
     agreements = [each.agreement for each in tokens.values()]
     return len(agreements) > 1 and agreements[0] < agreements[1]
