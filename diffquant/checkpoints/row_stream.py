@@ -74,7 +74,12 @@ class ConversionJob:
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file: the jobs that fill it, and the source file, if any, whose digest its record contains."""
+    """One output file.
+
+    Attributes:
+        source: source file whose digest is recorded with the output's, or None if there is none.
+        jobs: jobs that together write all tensors of the file.
+    """
 
     source: Path | None
     jobs: Sequence[ConversionJob]

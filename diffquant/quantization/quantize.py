@@ -215,7 +215,7 @@ def make_pack_job(
     Args:
         tensor: the weight, with the modules that it is packed as.
         rounder: rounding prepared for the checkpoint.
-        magnitudes: as in `RoundedWeight`.
+        magnitudes: largest magnitudes for weights that share a tensor scale; by default only this weight's.
     """
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
