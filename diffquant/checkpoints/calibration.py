@@ -63,8 +63,8 @@ def read_calibration(
     from its beginning.
 
     Args:
-        sources: SOURCE or SOURCE=WEIGHT each: a file of plain text, a JSONL file of `messages` or `text`, or a dataset
-            as `ORG/NAME[@REVISION][:CONFIG][:SPLIT]` or a path; the bundled text if None.
+        sources: one or several SOURCE or SOURCE=WEIGHT; by default the bundled text. A SOURCE is a file of plain
+            text, a JSONL file of `messages` or `text`, or a dataset: `ORG/NAME[@REVISION][:CONFIG][:SPLIT]` or a path.
         config: the model's configuration.
         tokens: largest number of tokens from all sources together.
         seed: seed of the order of rows.

@@ -159,7 +159,7 @@ def write_shards(
         shards: output files in order.
         staging: folder to write into, with the record of finished shards.
         total_bytes: size of the output, for the index and the progress.
-        progress: called with output bytes.
+        progress: called with the number of output bytes so far.
 
     Returns:
         Records by file name. A record has the "digest" of the file, the "source_digest" of its source file, and "sums":

@@ -128,8 +128,8 @@ def convert(
             are not rotated) keep their dtype.
         text: calibration data for "smoothed", as `read_calibration` takes it; the bundled text by default.
         overwrite: replace an existing checkpoint there, after the new one is complete.
-        progress: function called with layers that are smoothed, then with output bytes; by default a line on a
-            terminal, one per minute in a log.
+        progress: function called with the number of smoothed layers, if any, then with the number of output bytes. By
+            default, progress is a line on a terminal, or a line per minute in a log.
 
     Raises:
         DiffQuantError: the source or the destination is invalid, or there is no exact conversion.

@@ -134,8 +134,8 @@ def quantize(
         on_plan: function called with the plan before anything is written; an exception in it ends the run.
         calibrate: function that calibrates ranges of keys and values, from which cache scales are stored if inference
             engines support the recipe's cache. Without it, only diffquant quantizes the cache.
-        progress: function called with layers while a rounding reads calibration data, then with output bytes; by
-            default a line on a terminal, one per minute in a log.
+        progress: function called with the number of layers done, if the rounding reads calibration data, then with the
+            number of output bytes. By default, progress is a line on a terminal, or a line per minute in a log.
 
     Raises:
         DiffQuantError: the source, the recipe or the destination is invalid; no partial output is left.

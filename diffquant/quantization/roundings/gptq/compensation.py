@@ -156,6 +156,9 @@ def round_in_order(
 
     Args:
         order: int64 [in], indices of the columns in the order in which they are rounded.
+
+    Returns:
+        As `round_in_one_pass`, with the columns in the stored order.
     """
     sizes = -1, levels.scales_per_step, size
     parts, weights = values.unflatten(0, sizes), inputs.products.diagonal().unflatten(0, sizes)
