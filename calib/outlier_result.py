@@ -109,7 +109,7 @@ STATISTICS = ("top 1", "top 100", "median")
 
 
 def outlier_table(outliers: Outliers) -> str:
-    """Return a text table with each model's magnitudes over all layers, like the paper's Table 5."""
+    """Return a text table with each model's magnitudes over all layers, like Table 5 of arXiv 2410.05258."""
     lines = [[name if kind == LOGITS else "", kind, *rest] for name, kind, *rest in _lines(outliers)]
     return "\n".join([*Table(_HEADS, lines, names=2).text_lines(), "", _note(outliers)])
 
@@ -178,15 +178,21 @@ FILES = RunFiles("outliers.json", frozenset({"models", "settings"}), ("outliers.
 
 
 def write_outliers(outliers: Outliers, folder: Path) -> list[Path]:
-    """Write outliers.json, outliers.png and outliers.html, and return their paths; call `FILES.check(folder)` first."""
+    """Write outliers.json, outliers.png and outliers.html into a folder, and return their paths.
+
+    Call `FILES.check(folder)` first, so that only files of an earlier run are replaced.
+    """
     texts, pictures = {"outliers.json": outliers.to_json()}, {"outliers.png": partial(plot_outliers, outliers)}
     return write_run(folder, texts, pictures, "outliers.html", partial(outlier_report, outliers))
 
 
 def plot_outliers(outliers: Outliers, path: Path) -> None:
-    """Plot the `STATISTICS` by layer into a file, whose suffix selects the format.
+    """Plot each layer's largest, 100th largest and median magnitude, and save the figure.
 
     The figure has a row of panels for each kind of activation, with a common scale, and a column for each model.
+
+    Args:
+        path: file to write; its suffix selects the format.
     """
     figure = new_figure(1.0 + max(2.9 * len(outliers.models), 5.0), 5.6)
     panels = figure.subplots(2, len(outliers.models), squeeze=False, sharex="col", sharey="row")
@@ -203,7 +209,13 @@ def plot_outliers(outliers: Outliers, path: Path) -> None:
 
 
 def draw_model(axis: Any, model: ModelOutliers, kind: str, tips: Tips | None = None) -> None:
-    """Plot the `STATISTICS` of one model's activations of one kind by layer, with tooltips if `tips` is given."""
+    """Plot one model's largest, 100th largest and median magnitude by layer.
+
+    Args:
+        axis: matplotlib axes to draw into.
+        kind: kind of activation, "logits" or "hidden".
+        tips: tooltips of the figure, to which those of the points are added, or None if it has no tooltips.
+    """
     from matplotlib.ticker import MaxNLocator
 
     layers = [number for number, layer in enumerate(model.layers) if kind in layer]

@@ -76,7 +76,7 @@ def measure_range_quality(
         names = {target: f"layers.{number}.{target}" for target in CALIBRATED_TARGETS}
         ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
         losses = _layer_losses(projections, ranges, bits, spec)
-        fits += [loss.to_fit(number, target) for target, loss in losses.items()]
+        fits += [loss.to_quality(number, target) for target, loss in losses.items()]
         progress(number + 1, layers, "checking on held-out text")
     return fits
 
@@ -95,7 +95,7 @@ class RoundingLoss:
         self._signal = self.noise = 0.0
 
     def add(self, values: Tensor, ranges: Tensor, bits: int) -> None:
-        """Quantize and dequantize values, and add their errors; a value of 0 changes only `count`.
+        """Quantize and dequantize values, and add their errors.
 
         Args:
             values: values of any shape.
@@ -111,8 +111,8 @@ class RoundingLoss:
         self._signal += float(values.square().sum(dtype=torch.float64))
         self.noise += float((values - read_back).square_().sum(dtype=torch.float64))
 
-    def to_fit(self, layer: int, target: str) -> RangeQuality:
-        """Return the error of all values added so far, as that of a layer's target."""
+    def to_quality(self, layer: int, target: str) -> RangeQuality:
+        """Return the error of all values added so far; `sqnr` is infinite if there is no error."""
         sqnr = 10 * math.log10(self._signal / self.noise) if self._signal and self.noise else math.inf
         return RangeQuality(layer, target, self.clipped / max(1, self.count), sqnr)
 
@@ -134,8 +134,8 @@ def _layer_losses(
     return losses
 
 
-def fit_table(fits: Sequence[RangeQuality], bits: int) -> str:
-    """Format fits as a text table with a line for each target: the mean over the layers, and the worst layer."""
+def range_quality_table(fits: Sequence[RangeQuality], bits: int) -> str:
+    """Return a text table of ranges' errors, with a line for each target: the mean over the layers, and the worst."""
     head = ["target", "clipped", "at most", "SQNR", "at least", "worst in"]
     lines = []
     for target in dict.fromkeys(fit.target for fit in fits):

@@ -46,8 +46,8 @@ def calibrate_cache(
 
     Args:
         path: checkpoint, quantized or not.
-        recipe: recipe of the model that will use the cache, for weights and logits; by default nothing is quantized
-            except the weights of a quantized checkpoint.
+        recipe: schemes of the weights and logits while the model is calibrated, those that it will run with. By
+            default weights stay as stored, and logits at 16 bits.
         ids: token ids [N, T] of N windows of text to calibrate on; windows of the bundled text by default.
 
     Raises:

@@ -117,7 +117,7 @@ def _nonzero(ranges: Tensor) -> Tensor:
 def make_ranges(
     source: Source, model: CausalModel, ids: Tensor, digest: str, observer: Observer, tensors: dict[str, Tensor]
 ) -> Ranges:
-    """Return ranges together with the checkpoint's fingerprint and the calibration settings that they depend on.
+    """Return a `Ranges`: tensors, the checkpoint's fingerprint, and the calibration settings that they depend on.
 
     Args:
         source: checkpoint of the model.

@@ -25,7 +25,9 @@ class MagnitudeHistogram:
     """A histogram of magnitudes with 128 bins per octave: a bin is a float32's exponent and its first 7 fraction bits.
 
     Attributes:
-        largest: the exact largest magnitudes so far, in descending order, float32.
+        counts: number of magnitudes in each bin, int64 [bins].
+        largest: exact largest magnitudes so far, in descending order, float32; as many as the constructor's `kept`, or
+            fewer if fewer were counted.
     """
 
     def __init__(self, kept: int = 1) -> None:
@@ -44,14 +46,14 @@ class MagnitudeHistogram:
         return int(self.counts.sum())
 
     def add(self, magnitudes: Tensor, zeros_to_ignore: int = 0) -> None:
-        """Count magnitudes.
+        """Add magnitudes to the histogram.
 
         Args:
             magnitudes: float32 of any shape, 0 or more.
-            zeros_to_ignore: number of zeros among them that are not counted.
+            zeros_to_ignore: number of zeros in `magnitudes` that are left out of the histogram.
 
         Raises:
-            NonFiniteError: some are NaN or infinite.
+            NonFiniteError: a magnitude is NaN or infinite.
         """
         flat = magnitudes.reshape(-1)
         bins = (flat.view(torch.int32) >> _DROPPED_BITS).bincount(minlength=_INFINITY)
@@ -96,7 +98,10 @@ class MagnitudeHistogram:
         return torch.cat([torch.zeros(1), (edges[1:-1] + edges[2:]) / 2])
 
     def quantile(self, share: float) -> float:
-        """Return the quantile at `share` (0 to 1), with a relative error of at most `QUANTILE_ERROR`."""
+        """Return the quantile of all magnitudes at `share` (0 to 1), with a relative error of at most `QUANTILE_ERROR`.
+
+        At least one magnitude must have been counted.
+        """
         rank = max(1, math.ceil(share * self.count))
         return float(self.bin_centers()[int((self.counts.cumsum(0) < rank).sum())])
 
@@ -149,8 +154,8 @@ class Observer:
 
         Args:
             magnitudes: [N, C], N magnitudes of each of C channels.
-            lengths: [N, C] upper bounds of the magnitudes at any position, such as the L2 norm of two channels that
-                RoPE rotates into each other; the magnitudes by default.
+            lengths: [N, C] upper bounds to choose the ranges from; by default the magnitudes. For keys, these are the
+                L2 norms of two channels that RoPE rotates into each other, which no position exceeds.
 
         Returns:
             float32 [C]; 1 for channels that are all zero.
@@ -211,8 +216,8 @@ def swap_rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
 def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
     """Return the range of each channel of rotated keys, float32 [heads·width].
 
-    RoPE rotates two channels into each other, by an angle that grows with the position. So both share a range, bounded
-    by their L2 norm, which no position exceeds; the largest values on short text would be too small.
+    RoPE rotates two channels into each other, by an angle that grows with the position. So both share a range, which is
+    chosen from their L2 norm. No position exceeds that norm, but longer texts exceed the values seen on a short one.
 
     Args:
         observer: rule that turns magnitudes into ranges.

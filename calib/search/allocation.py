@@ -152,7 +152,11 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
 
 
 def spread_evenly(units: Sequence[Unit], widths: Sequence[Width], budget: Budget) -> Allocation:
-    """Choose widths without measured costs: two neighbouring widths alternate over the units and use up the budget."""
+    """Choose widths by size alone, for comparison with `allocate`.
+
+    The units alternate between the widest width that the budget allows for all of them and the next wider one, in the
+    ratio that uses up the budget.
+    """
     chosen: Allocation = {}
     for group, limit in budget.list_limits(units):
         totals = {width: total_bytes(group, width) for width in sort_widths(group, widths)}

@@ -54,7 +54,10 @@ def candidates_table(result: SearchResult) -> Table:
 
 
 def compare_with_uniform(result: SearchResult) -> str:
-    """Return a sentence that compares the searched recipe's KL with that of uniform widths of the same size."""
+    """Return a sentence that compares the searched recipe's KL with those of two other recipes of the same size.
+
+    They are uniform widths, if their KL can be interpolated at that size, and widths that are spread evenly.
+    """
     searched = result.candidates[0]
     uniform = interpolate_uniform_kl(result)
     rival = "" if uniform is None else f"{uniform:.4g} of uniform widths that store as much (interpolated), "
@@ -167,10 +170,10 @@ def check_search_output(budget: str, folder: Path) -> None:
 
 
 def check_same_search(budget: str, source: Source, targets: Collection[str], folder: Path) -> None:
-    """Check early that an earlier search with this budget, if there is one, had the same model and targets.
+    """Check early that a search would not replace the recipe of a search with another model or other targets.
 
     Raises:
-        OutputExistsError: its model or targets were others, and its recipe would be replaced.
+        OutputExistsError: the folder has a search with the same budget, but another model or other targets.
     """
     file = folder / _names(budget)[1]
     if not file.exists():
@@ -200,7 +203,10 @@ _DARK, _LIGHT = "#111111", "#f5f5f5"
 
 
 def heat_figure(result: SearchResult) -> Any:
-    """Draw a heat map of each unit's KL at the narrowest width, by layer and kind; cells show the chosen bits."""
+    """Return a figure with a heat map of each unit's KL at the narrowest width; cells show the unit's chosen bits.
+
+    The axes are the layer and the unit's kind, such as "mlp.up_proj".
+    """
     from matplotlib.colors import LogNorm
 
     kinds = list(dict.fromkeys(m.kind for m in result.measurements))

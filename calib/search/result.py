@@ -1,8 +1,8 @@
 """The result of a search as plain data, and the KL per saved bit of each kind of tensor.
 
-The latter is the KL when only one kind is rounded, divided by the bits saved. If parts were measured, queries (and keys
-if the maps do not share them) are separate by map and experts by layer, and λ and gates are included, which stay at
-16 bits unless an override names them.
+The KL per saved bit is the KL of rounding only tensors of one kind, divided by the bits saved. If parts of layers were
+measured, the kinds are finer. Each map's queries are a kind, as are its keys if the maps do not share them, and each
+layer's experts. λ and gates are then included, although they stay at 16 bits unless an override names them.
 """
 
 import itertools
@@ -35,7 +35,12 @@ def count_code_bits(width: Width) -> int:
 
 
 def scheme_at(width: Width, granularity: str, target: str = "") -> Scheme:
-    """Return the scheme with a width and a granularity; formats with fixed blocks, such as NVFP4, ignore the latter."""
+    """Return the scheme with a width and a granularity.
+
+    Args:
+        granularity: granularity of the scales; formats with fixed blocks, such as NVFP4, ignore it.
+        target: target that is quantized, such as "weights", or "" if unknown; see `Scheme.parse`.
+    """
     own = format_named(str(width)).block
     return Scheme.parse(str(width) if own else f"{width}:{granularity}", target=target)
 
@@ -73,7 +78,7 @@ class Measurement:
         elements: number of its elements; see `Unit.elements`.
         kl: KL in nats by width, the widest first; see `Sensitivity.measure_cost`.
         attention: relative error of attention's output by width, the widest first; see `Sensitivity.measure_cost`.
-        chosen: chosen width, or None if it is a part of a layer (see `find_unassigned_units`), which gets no width.
+        chosen: chosen width, or None if the unit is only measured and gets no width (see `find_unassigned_units`).
     """
 
     name: str
@@ -98,7 +103,7 @@ class SearchResult:
         measurements: costs of the units.
         recipe: searched recipe.
         settings: settings that the measurements depend on.
-        parts: costs of parts of layers (see `find_unassigned_units`), or None if they were not measured.
+        parts: costs of the units that get no width (see `find_unassigned_units`), or None if they were not measured.
     """
 
     model: str
@@ -163,7 +168,10 @@ _UNROUNDED = 16
 
 
 def group_by_kind(result: SearchResult) -> dict[tuple[str, str], list[Measurement]]:
-    """Group units by kind and target, over all layers; the largest KL per saved bit at the narrowest width first."""
+    """Group the units of all layers by (kind, target), in descending order of KL per saved bit at the narrowest width.
+
+    If parts of layers were measured, each layer's experts are a separate group.
+    """
     kinds: dict[tuple[str, str], list[Measurement]] = {}
     for unit in [*result.measurements, *(result.parts or [])]:
         kinds.setdefault((unit.kind, unit.target), []).append(unit)
@@ -182,7 +190,10 @@ def kl_per_megabit(units: Sequence[Measurement], width: Width) -> float:
 
 
 def kinds_table(result: SearchResult) -> Table:
-    """Return a table of each kind's KL per saved bit, and of its layer with the largest KL at the narrowest width."""
+    """Return a table with a row for each kind of tensor, in the order of `group_by_kind`.
+
+    It shows the KL per million saved bits at each width, and the layer with the largest KL at the narrowest width.
+    """
     heads = ["kind", "target", *(f"KL per Mbit at {format_width(width)}" for width in result.widths), "worst layer"]
     lines = []
     for kind, units in group_by_kind(result).items():
@@ -199,8 +210,8 @@ def interpolate_uniform_kl(result: SearchResult) -> float | None:
     """Interpolate the KL of uniform widths at the searched recipe's stored bits, linearly in log KL.
 
     Returns:
-        The KL in nats, or None if it cannot be interpolated. That needs two neighbouring uniform widths with KLs above
-        0, between which the recipe's stored bits lie at the same relative position for every target.
+        The KL in nats, or None if no two neighbouring uniform widths are suitable. Their KLs must be above 0, and the
+        recipe's stored bits must lie between theirs, at nearly the same fraction of the interval for every target.
     """
     searched = result.candidates[0].bits
     uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]

@@ -55,7 +55,7 @@ class Search:
         widths: widths to choose from, the widest first.
         source: checkpoint to search.
         units: tensors that each get a width.
-        parts: parts of layers that are measured and get no width; empty unless the constructor's `parts` was true.
+        parts: units that are only measured and get no width; empty unless the constructor's `parts` was true.
         journal: measurements made so far.
     """
 

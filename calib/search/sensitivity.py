@@ -20,7 +20,10 @@ from diffquant.support.names import option_name
 
 
 class OneDnnProducts(TorchFunctionMode):
-    """A context in which `linear` uses oneDNN for float32 on the CPU without gradients, which adds in another order."""
+    """A context in which `linear` uses oneDNN for float32 on the CPU without gradients.
+
+    oneDNN sums in another order than torch does otherwise, so results may differ in the last bits.
+    """
 
     def __torch_function__(
         self,
@@ -49,14 +52,14 @@ _POSITIONS = 16
 
 
 class Sensitivity:
-    """Measures how much rounding a single unit changes a model's predictions on fixed windows of text.
+    """Measures how much rounding a single unit changes a model's predictions on N windows of T tokens.
 
-    It keeps each layer's input, usually [N, T, D], from one forward pass of the 16-bit model, so that a measurement
-    computes only the unit's layer and later ones. It also keeps the log-probabilities at evenly spaced positions.
+    It keeps each layer's input from one forward pass of the 16-bit model, so that a measurement computes only the
+    unit's layer and later ones. It also keeps the model's log-probabilities at evenly spaced positions.
 
     Attributes:
         model: 16-bit model.
-        positions: indices of the compared positions among all N·T tokens.
+        positions: indices of those positions among all N·T tokens, int64.
         seconds: duration of one forward pass.
     """
 
@@ -92,8 +95,9 @@ class Sensitivity:
         """Measure the cost of rounding only this unit, by a forward pass from the unit's layer on.
 
         Returns:
-            "kl": mean KL(16-bit model || rounded model) of the next-token distributions, in nats. "attention": relative
-            RMS error of the input of attention's output projection, or None if the unit does not affect it.
+            Two costs by name. "kl" is the mean KL(16-bit model || rounded model) of the next-token distributions, in
+            nats. "attention" is the relative RMS error of the input of attention's output projection, or None if the
+            unit does not affect it.
         """
         with OneDnnProducts():
             with quantize_unit(self.model, unit, width):

@@ -1,9 +1,11 @@
 """Export of a search's widths to a file for llama.cpp's quantizer, `llama-quantize --tensor-type-file`.
 
 A line is PATTERN=TYPE without spaces: a regular expression, searched for in a tensor's name, and a ggml type. The first
-matching line applies. A width becomes the ggml type of that many bits that is most like absmax rounding. q4_0, q5_0 and
-q8_0 have a scale per 32 weights, like `4:g32`. q2_K, q3_K and q6_K have quantized scales within blocks of 256 weights;
-if 256 does not divide a row, llama-quantize chooses another type.
+matching line applies.
+
+A width becomes the ggml type with that many bits whose rounding is most similar to absmax. q4_0, q5_0 and q8_0 have a
+scale per 32 weights, like `4:g32`. q2_K, q3_K and q6_K have quantized scales within blocks of 256 weights; if 256 does
+not divide a row, llama-quantize chooses another type.
 
 Source: llama.cpp, tools/quantize/quantize.cpp (parse_tensor_type_file) and src/llama-quant.cpp.
 """
@@ -27,8 +29,8 @@ def format_tensor_types(result: SearchResult) -> str:
     """Return a search's widths as lines for llama-quantize: one for each projection and ggml type, with its layers.
 
     Raises:
-        UsageError: the search has no weights, widths without a ggml type, or weights without a name in GGUF; all are
-            named.
+        UsageError: the search has no weights, or widths have no ggml type, or weights have no name in GGUF; the
+            message names all of these.
     """
     names = {module: name for name, module in IN_LAYERS.items()}
     weights = [unit for unit in result.measurements if unit.target == "weights"]
@@ -48,7 +50,7 @@ def check_ggml_types(targets: Sequence[str], widths: Sequence[Width]) -> None:
     """Check, before a search, that its targets and widths can be written for llama-quantize.
 
     Raises:
-        UsageError: weights are not among the targets, or some widths have no ggml type; all are named.
+        UsageError: weights are not among the targets, or some widths have no ggml type; the message names all.
     """
     if "weights" not in targets:
         raise UsageError("llama-quantize uses only widths of weights, which are not among the targets")
@@ -65,7 +67,7 @@ def check_gguf_names(kinds: Iterable[str], maps: int = 1) -> None:
         maps: number of attention maps per head of the model; llama.cpp supports only 1.
 
     Raises:
-        UsageError: some kinds have no name in GGUF, or llama.cpp does not support the attention; all are named.
+        UsageError: some kinds have no name in GGUF, or llama.cpp does not support the attention; the message names all.
     """
     if maps > 1:
         raise UsageError("llama.cpp has no DIFF attention, so llama-quantize cannot use widths of this model")

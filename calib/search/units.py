@@ -38,11 +38,11 @@ class Unit:
         kind: name inside a layer, such as "mlp.up_proj" or "logits".
         granularity: granularity of its scales.
         elements: number of elements of the weight, or of K or V per token; 1 for logits.
-        stored: bytes at each width, scales included: of a weight as `quantize` writes it, or of K or V per token in the
-            cache. Logits are not stored; their bytes are those of a code.
+        stored: size in bytes at each width, scales included. A weight has the size that `quantize` writes, and K or V
+            that of a token in the cache. Logits are not stored; their size is that of one code.
         parameter: name of the model's parameter, for weights.
         dtype: dtype in which the weight is written.
-        rows: indices of the parameter's rows that the unit consists of, or None if it has all.
+        rows: indices of the parameter's rows that the unit consists of, or None if it consists of all rows.
     """
 
     target: str
@@ -96,10 +96,10 @@ def find_units(
 
 
 def find_unassigned_units(source: Source, granularity: str) -> list[Unit]:
-    """Return parts of layers as units that are measured but get no width, ordered by layer.
+    """Return units that are measured but get no width, ordered by layer.
 
-    These are each map's rows of the query projections (and of the key projections if the maps do not share keys), and
-    the matrices that stay at 16 bits unless an override names them, such as λ's and the gate's.
+    These are each map's rows of the query projections, and of the key projections if the maps do not share keys. They
+    are also the matrices that stay at 16 bits unless an override names them, such as those of λ and of the gate.
 
     Args:
         source: checkpoint to search.
@@ -154,7 +154,7 @@ def _entries(rows: CachedShapes | None, target: str, widths: Sequence[Width]) ->
 
 
 def to_recipe(widths: Mapping[Unit, Width]) -> Recipe:
-    """Return the recipe with these widths: each target's most common scheme, and overrides for the other units."""
+    """Return the recipe with these widths: a target's most common scheme, and overrides for all other units."""
     schemes = {unit: unit.scheme(width) for unit, width in widths.items()}
     common = {target: _commonest([s for unit, s in schemes.items() if unit.target == target]) for target in TARGETS}
     overrides = {unit.name: scheme for unit, scheme in schemes.items() if scheme != common[unit.target]}

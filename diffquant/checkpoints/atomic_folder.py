@@ -77,7 +77,7 @@ def stage_output(destination: Path, key: Mapping[str, Any], nbytes: int, overwri
 
 
 def check_output(source: Path, destination: Path, overwrite: bool) -> None:
-    """Check, before the source is opened, that an output overwrites only what it may.
+    """Check, before the source is opened, that an output can be written and may replace an existing destination.
 
     Raises:
         UsageError: source and destination overlap, or nothing can be written there.

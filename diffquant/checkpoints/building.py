@@ -97,7 +97,8 @@ def build_model(
 
     Args:
         dtype, device, packed: as in `diffquant.load`.
-        rewrite: function from the name and the data of a 16-bit parameter in the checkpoint to its data in the model.
+        rewrite: function from the name and the data of a 16-bit parameter in the checkpoint to its data in the model;
+            by default data is kept.
         places: devices, main memory and disk to spread the model over; by default everything is on `device`.
         by_layer: whether each layer's parameters are read just before the layer runs and dropped afterwards. Of the
             embedding, only the rows of a text's tokens are read; the head is not read at all.
@@ -165,7 +166,8 @@ def check_places(source: Source, places: OffloadPlan, dtype: torch.dtype) -> Non
     """Check that `places` has a place for every parameter of a model, without reading any.
 
     Raises:
-        UsageError: see `SpreadPlacement`.
+        UsageError: `places` omits parameters or names unknown modules, places the embedding where nothing computes, or
+            has no folder for weights on disk.
     """
     SpreadPlacement(_empty_model(source.architecture), places, dtype)
 

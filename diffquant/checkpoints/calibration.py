@@ -32,13 +32,13 @@ class Calibration:
         ids: token ids [N, window], with the sources mixed evenly.
         parts: token ids of each source in order, without an incomplete last sequence.
         record: digest, numbers of samples and tokens, and each source, for diffquant.json.
-        is_drawn: whether rows of a source were put into an order that the seed decides; false for plain text files.
+        is_shuffled: whether rows of a source were shuffled with the seed; false if all sources are plain text files.
     """
 
     ids: Tensor
     parts: Sequence[Sequence[int]]
     record: dict[str, Any]
-    is_drawn: bool
+    is_shuffled: bool
 
     @property
     def digest(self) -> str:
@@ -63,8 +63,8 @@ def read_calibration(
     from its beginning.
 
     Args:
-        sources: SOURCE or SOURCE=WEIGHT each: a file of plain text, a JSONL file of `messages` or `text`, or a dataset
-            as `ORG/NAME[@REVISION][:CONFIG][:SPLIT]` or a path; the bundled text if None.
+        sources: one or several SOURCE or SOURCE=WEIGHT; by default the bundled text. A SOURCE is a file of plain
+            text, a JSONL file of `messages` or `text`, or a dataset: `ORG/NAME[@REVISION][:CONFIG][:SPLIT]` or a path.
         config: the model's configuration.
         tokens: largest number of tokens from all sources together.
         seed: seed of the order of rows.
@@ -102,8 +102,9 @@ def read_calibration(
 def calibration_text(sources: Sources, tokenizer: Any, characters: int) -> str:
     """Return the sources' documents as one text.
 
-    A single plain text file is returned whole. Of a single source of rows, rows are joined until there are at least
-    `characters`. Each of several sources contributes at most its weight's fraction of `characters`.
+    A single plain text file is returned whole. If there is a single source of rows, its first rows are returned, with
+    at least `characters` in total if there are as many. If there are several sources, each contributes at most its
+    weight's fraction of `characters`.
 
     Raises:
         DiffQuantError: see `read_calibration`.

@@ -74,8 +74,11 @@ def quantization_config(
     }
 
 
-def has_kv_cache_scheme(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json has a recipe of diffquant, and its cache scheme for engines as a `kv_cache_scheme`."""
+def has_own_kv_cache_scheme(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json has the `kv_cache_scheme` that diffquant writes for engines.
+
+    The result is false for folders of other libraries, which have no recipe of diffquant.
+    """
     entry = config.get("quantization_config")
     is_stated = isinstance(entry, Mapping) and entry.get("kv_cache_scheme") == STATIC_CACHE
     return is_stated and "diffquant_config" in config
@@ -89,8 +92,8 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
         modules: names of the packed modules.
 
     Raises:
-        CheckpointError: the quantization method, the format or a setting is not supported (for instance asymmetric
-            weights, or activations that no recipe records), or no group covers a module.
+        CheckpointError: the quantization method, the format or a setting is not supported, such as asymmetric weights;
+            activations are quantized without a recipe of diffquant; or no group covers a module.
     """
     modules = list(modules)
     entry = config.get("quantization_config")
@@ -100,7 +103,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
                 f"config.json has no quantization_config, yet the weights of {first_few(modules, ', ')} are packed"
             )
         return {}
-    groups = _read_groups(entry, has_input_schemes(config), has_kv_cache_scheme(config))
+    groups = _read_groups(entry, has_input_schemes(config), has_own_kv_cache_scheme(config))
     schemes = pick_targets(modules, groups)
     uncovered = [module for module, scheme in schemes.items() if scheme is None]
     if uncovered:

@@ -126,7 +126,7 @@ def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """Dequantize codes [rows, in] with their stored scale: levels * scale in float32, or float64 if the scale is.
+    """Dequantize codes [rows, in] with their stored scale; the result is float32, or float64 if the scale is float64.
 
     Products of codes and 16-bit scales are exact in float32. A reader that runs in float16 or bfloat16, as transformers
     does, multiplies in that dtype: the same numbers, rounded once.

@@ -1,8 +1,8 @@
-"""Converts a model exactly to another one of the family that computes the same function.
+"""Converts a model to another architecture, or rotates or smooths its weights, without changing its function.
 
-Four conversions are supported: unilm's DIFF V1 to Hugging Face `diffllama`, a plain Llama to DIFF V2, and any
-Transformer of the family to the same architecture with rotated weights, whose outliers are spread over all channels, or
-with smoothed inputs, whose outliers move into the weights' columns.
+Four conversions are supported. Two change the architecture: unilm's DIFF V1 to Hugging Face `diffllama`, and a plain
+Llama to DIFF V2. The other two keep the architecture of any model that `DiffTransformer` runs: rotated weights spread
+outliers over all channels, and smoothed inputs move outliers into the weights' columns.
 """
 
 import math
@@ -74,7 +74,7 @@ def convert_config(target: str, source: Source) -> dict[str, Any]:
 def find_origin(
     target: str, source: Source, adapter: Adapter, name: str, factors: Mapping[str, Tensor] | None = None
 ) -> Origin:
-    """Return the source tensor, row order and change that a tensor of the converted checkpoint is computed with.
+    """Return how a tensor of the converted checkpoint is computed: from which source tensor, row order and change.
 
     Args:
         target: as in `check_conversion`.
@@ -90,11 +90,16 @@ def find_origin(
 
 
 def describe_change(target: str, source: Source, factors: int = 0) -> str:
-    """Describe for the model card what a conversion to `target` changes; `factors` is the number of smoothed inputs."""
+    """Return sentences for the model card about what a conversion changes.
+
+    Args:
+        target: as in `check_conversion`.
+        factors: number of inputs of linear layers that are smoothed.
+    """
     if target == SMOOTHED:
         return (
-            f"the channels of {factors} of {3 * source.architecture.num_hidden_layers} inputs of linear layers are "
-            "divided by powers of two, and the weights' columns multiplied, for 8-bit activations."
+            f"for 8-bit activations, {factors} of {3 * source.architecture.num_hidden_layers} inputs of linear layers "
+            "are smoothed: each channel is divided by a power of two, and the weights' columns are multiplied by it."
         )
     if target != ROTATED:
         return _CHANGES[target]

@@ -21,7 +21,7 @@ from diffquant.checkpoints.side_files import (
     check_links,
     check_side_files,
     is_generated_file,
-    is_inside_after_links,
+    is_inside_folder_or_cache,
     is_lfs_pointer_file,
     list_side_files,
     read_json,
@@ -214,7 +214,7 @@ def _is_inside(folder: Path, shard: str) -> bool:
     """Return whether a shard's name is a plain name in the folder."""
     if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
-    return is_inside_after_links(folder, folder / shard)
+    return is_inside_folder_or_cache(folder, folder / shard)
 
 
 def _describe_unread(config: Mapping[str, Any], unread: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from diffquant.checkpoints.gguf_header import Value
 from diffquant.checkpoints.gguf_rope import FACTORS, Factors, rope_parameters
-from diffquant.checkpoints.gguf_tokenizer import end_tokens
+from diffquant.checkpoints.gguf_tokenizer import make_eos_token_id
 from diffquant.errors import CheckpointError
 
 # In the order of a Llama's layer.
@@ -107,7 +107,7 @@ def make_llama_config(
     _check_keys(metadata)
     stated = {key: _read_uniform(metadata, _PREFIX + theirs) for key, theirs in SIZES.items()}
     stated |= {key: metadata.get(f"tokenizer.ggml.{theirs}") for key, theirs in _TOKENS.items()}
-    stated |= {"eos_token_id": end_tokens(metadata, ids), "head_dim": _head_dim(metadata)}
+    stated |= {"eos_token_id": make_eos_token_id(metadata, ids), "head_dim": _head_dim(metadata)}
     if stated["vocab_size"] is None:
         stated["vocab_size"] = metadata.get("tokenizer.ggml.tokens")
     config = _DEFAULTS | {key: value for key, value in stated.items() if value is not None}

@@ -62,7 +62,7 @@ class StoredTensor:
         return math.prod(self.shape[:-1]) * self.row_nbytes
 
     @property
-    def is_whole_blocks(self) -> bool:
+    def has_whole_blocks(self) -> bool:
         return self.shape[-1] % GGML_QUANT_SIZES[self.kind][0] == 0
 
 
@@ -84,7 +84,7 @@ def read_header(data: memoryview, tokens: Iterable[str] = ()) -> Header:
 
     Raises:
         CheckpointError: it is not a GGUF file of version 2 or 3, is truncated, has a key or a tensor twice, or has
-            tensors of a type that gguf does not know, or with data beyond its end; every such tensor is named.
+            tensors of a type that gguf does not know, or with data beyond its end; the message names every such tensor.
     """
     if is_lfs_pointer(data):
         raise CheckpointError(POINTER)
@@ -220,7 +220,7 @@ def _check_tensors(entries: list[_Entry], data_start: int, file_nbytes: int) -> 
     broken = [
         f"{name} {list(t.shape)} has no whole blocks of {t.kind.name}"
         for name, t in tensors.items()
-        if not t.shape or not t.is_whole_blocks
+        if not t.shape or not t.has_whole_blocks
     ]
     if broken:
         raise CheckpointError(", ".join(broken))

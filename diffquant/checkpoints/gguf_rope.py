@@ -1,8 +1,8 @@
 """Converts the rotary settings of a Llama's GGUF file to transformers' `rope_parameters`, and back.
 
 llama.cpp stores linear and yarn scaling in the metadata, and Llama 3.1's scaling as one frequency divisor per channel
-pair in the tensor `rope_freqs.weight`. Llama 3.1's settings are recovered from the divisors here, and accepted only if
-they reproduce them.
+pair in the tensor `rope_freqs.weight`. Llama 3.1's settings are recovered from the divisors here. The settings are
+accepted only if they reproduce the divisors.
 
 Source: llama.cpp, src/llama-context.cpp and conversion of Llama; transformers/modeling_rope_utils.py.
 """
@@ -57,7 +57,7 @@ def rope_metadata(rope: Mapping[str, Any], pairs: int) -> tuple[dict[str, Any], 
         pairs: number of channel pairs in a head.
 
     Raises:
-        CheckpointError: a Llama's GGUF file cannot store these settings; they are named.
+        CheckpointError: a Llama's GGUF file cannot store these settings; the message names them.
     """
     kind, theta = rope["rope_type"], float(rope["rope_theta"])
     metadata: dict[str, Any] = {"llama.rope.freq_base": theta}

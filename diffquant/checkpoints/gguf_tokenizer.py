@@ -36,8 +36,8 @@ def load_gguf_tokenizer(path: Path) -> Any:
     """Load the tokenizer of a GGUF file.
 
     Raises:
-        CheckpointError: diffquant does not know how it splits text.
-        Exception: transformers cannot read it.
+        CheckpointError: diffquant does not know how this tokenizer splits text.
+        Exception: transformers cannot read the tokenizer, and raises an exception of any type.
     """
     from transformers import AutoTokenizer
 
@@ -145,10 +145,11 @@ _OF_CODE = {
 ENDS = (*_ENDS, *(name for names in _OF_CODE.values() for name in names))
 
 
-def end_tokens(metadata: Mapping[str, Value], ids: Mapping[str, int]) -> Any:
-    """Return the tokens that end a text in config.json's form: a list, one token, or None.
+def make_eos_token_id(metadata: Mapping[str, Value], ids: Mapping[str, int]) -> Any:
+    """Return `eos_token_id` for config.json: a list of the tokens that end a text, the only such token, or None.
 
     Args:
+        metadata: metadata of the file.
         ids: id of each token of `ENDS` that is in the vocabulary.
     """
     stated = [_stated_token(metadata, kind) for kind in ("eos", "eot", "eom")]

@@ -81,10 +81,11 @@ def describe_push(folder: Path, model: str) -> str:
 def push(folder: Path, model: str) -> str:
     """Upload a folder to a model on the hub, which is created if needed, and return the model's URL.
 
-    Weight files that the model already has are deleted, since readers might use either. Its other files stay.
+    Weight files that the model already has are deleted, since readers might use them instead of the new ones. The
+    model's other files stay.
 
     Raises:
-        CheckpointError: the hub refuses, or cannot be reached; the folder stays.
+        CheckpointError: the hub refuses the upload or cannot be reached; the local folder stays.
     """
     from huggingface_hub import HfApi
 

@@ -43,7 +43,8 @@ class Imatrix(PrintableResult):
 
     Attributes:
         path: the file.
-        means: mean squares [in] by the file's name of the weight; for experts in one tensor, [experts · in].
+        means: mean squares [in] of each weight's inputs, by the weight's name in the file; for experts in one tensor,
+            [experts · in].
         datasets: names of the calibration data.
         chunks: number of sequences that were read; 0 if the file does not record it.
         digest: digest of the file's content.
@@ -72,7 +73,8 @@ class Imatrix(PrintableResult):
             tensors: names of all tensors of the checkpoint; other entries of the matrix are ignored, with a warning.
 
         Raises:
-            CheckpointError: weights have no entry, or one of another width; the first are named.
+            CheckpointError: weights have no entry, or one with another number of channels; the message names the
+                first.
         """
         entries = {
             name: next((n for n in (name, to_gguf_name(name)) if n in self.means), None) for name in input_counts
@@ -110,7 +112,7 @@ def read_imatrix(path: Path) -> Imatrix:
 
     Raises:
         CheckpointError: the file cannot be read, is not an importance matrix, is cut off, or has entries with negative
-            or non-finite values; the first are named.
+            or non-finite values; the message names the first.
     """
     try:
         check_regular_file(path)

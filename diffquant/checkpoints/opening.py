@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from diffquant.checkpoints.compressed_config import has_kv_cache_scheme, read_schemes
+from diffquant.checkpoints.compressed_config import has_own_kv_cache_scheme, read_schemes
 from diffquant.checkpoints.compressed_tensors import (
     INPUT_GLOBAL,
     SCALE,
@@ -34,7 +34,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: there is no such checkpoint, or files are missing, truncated or outside the folder, or weights
-            that another library packed do not match its layout; every offending file and tensor is named.
+            that another library packed do not match its layout; the message names every offending file and tensor.
     """
     path = fetch_to_local_path(Path(path))
     if not is_encodable_text(str(path.absolute())):
@@ -103,7 +103,8 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         Scheme of each packed module by name; empty for a 16-bit checkpoint.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape or type, or not part of the model; the first are named.
+        CheckpointError: tensors are missing, of another shape or type, or not part of the model; the message names the
+            first.
     """
     layers = adapter.architecture.num_hidden_layers
     if layers > len(checkpoint.tensors):
@@ -114,7 +115,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
     surplus = find_surplus_tensors(checkpoint, adapter)
-    scales = scale_names(adapter).values() if has_kv_cache_scheme(checkpoint.config) else ()
+    scales = scale_names(adapter).values() if has_own_kv_cache_scheme(checkpoint.config) else ()
     expected = stored_shapes(parameters, schemes) | dict.fromkeys(scales, (1,))
     problems = _differences(expected, checkpoint, schemes, surplus)
     if not problems:
@@ -128,7 +129,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
 
 
 def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[str, Shape]:
-    """Return the shapes of the tensors in a checkpoint of these parameters, by name.
+    """Return the shapes of the tensors that a checkpoint stores for these parameters, by name.
 
     Args:
         schemes: scheme of each module whose weight is packed; other parameters are stored unpacked.
@@ -146,8 +147,8 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
 def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
     """Return the names of tensors that the model does not need and that would not change its results.
 
-    These are buffers, tied heads, and biases of zeros, which older writers stored; and the divisors of rounded inputs,
-    which are 1 and which other readers need.
+    These are buffers, tied heads and biases of zeros, which older writers stored. They are also the divisors of rounded
+    inputs, which are 1 and are stored only for other readers.
     """
     needed = adapter.source_parameters
     is_tied = adapter.architecture.tie_word_embeddings

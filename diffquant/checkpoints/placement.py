@@ -24,7 +24,7 @@ _READERS = "_parameter_readers"
 
 
 class Placement:
-    """Puts a model's parameters where they are stored; this base class puts all of them on one device."""
+    """Decides where each parameter of a model is stored; this base class stores all of them on one device."""
 
     def __init__(self, device: str) -> None:
         self.device = device

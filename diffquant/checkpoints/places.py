@@ -34,10 +34,11 @@ class OffloadPlan:
         offload_folder: Path | str | None,
         max_memory: Mapping[int | str, int | str] | None = None,
     ) -> Self | None:
-        """Make the places from the arguments of `diffquant.load`, or return None if there is no device map.
+        """Make a plan from the arguments of `diffquant.load`, or return None if `device_map` is None.
 
         Raises:
-            UsageError: a device is given too, the device map is an unknown word, or a folder is given without a map.
+            UsageError: `device_map` is combined with a device, is a text other than "auto", or is missing although a
+                folder is given.
         """
         if device_map is None:
             if offload_folder is not None:
@@ -54,7 +55,10 @@ class OffloadPlan:
 
     @property
     def device(self) -> str:
-        """Name of the computing device, to which weights in memory or on disk are moved; "auto" if `device_map` is."""
+        """Name of the computing device, to which weights in memory or on disk are moved.
+
+        "auto" if `device_map` is "auto".
+        """
         if isinstance(self.device_map, str):
             return "auto"
         place = next((place for place in self.device_map.values() if place not in ("cpu", "disk")), "cpu")

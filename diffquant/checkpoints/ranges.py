@@ -189,7 +189,7 @@ def _check_values(tensors: Mapping[str, Tensor], origin: str) -> None:
     """Check that ranges are valid.
 
     Raises:
-        CheckpointError: some are not float32, finite and above zero; they are named.
+        CheckpointError: some are not float32, finite and above zero; the message names them.
     """
     wrong = [
         name
@@ -207,7 +207,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], source: Source, origin: str) ->
     """Check that each target that has ranges has them for every layer and head of a checkpoint.
 
     Raises:
-        CheckpointError: some are missing, of another shape, or do not belong to this checkpoint; they are named.
+        CheckpointError: some are missing, of another shape, or not of this checkpoint; the message names them.
     """
     architecture = source.architecture
     rows = next(iter(architecture.cached_shapes.values()))

@@ -73,7 +73,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
-        """Read some rows of a tensor, equal to `read(name)[rows]`, without loading the others."""
+        """Return `read(name)[rows]` without loading the tensor's other rows."""
 
     def read_matrix_rows(self, name: str, first: int, last: int) -> Tensor:
         """Read rows `first` to `last` (exclusive) of a matrix [out, in], or of all experts [experts, out, in]."""
@@ -177,9 +177,12 @@ def read_stored_recipe(config: Mapping[str, Any]) -> Recipe:
 def merge_stored(recipe: Recipe, stored: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     """Complete a recipe with the cache and logit schemes that a checkpoint already records.
 
+    Args:
+        stored: the checkpoint's recorded recipe.
+
     Returns:
-        The recipe, with the stored scheme for each target that it does not quantize; and messages for the user: which
-        stored schemes are kept, and which are replaced.
+        The recipe, with the stored scheme for each target that it does not quantize itself; and messages for the user
+        about the stored schemes that are kept and those that are replaced.
     """
     carried: list[str] = []
     notes: list[str] = []
@@ -222,7 +225,9 @@ def _text(recipe: Recipe, target: str) -> str:
 
 
 def read_stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a quantized checkpoint records for its model, or None if the model has that of its tensors.
+    """Return the model dtype that a quantized checkpoint records, or None if it records none.
+
+    Without a recorded dtype, the model has the dtype of the checkpoint's tensors.
 
     Raises:
         CheckpointError: models cannot run in the recorded dtype.

@@ -74,7 +74,12 @@ class ConversionJob:
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file: the jobs that fill it, and the source file, if any, whose digest its record contains."""
+    """One output file.
+
+    Attributes:
+        source: source file whose digest is recorded with the output's, or None if there is none.
+        jobs: jobs that together write all tensors of the file.
+    """
 
     source: Path | None
     jobs: Sequence[ConversionJob]
@@ -154,7 +159,7 @@ def write_shards(
         shards: output files in order.
         staging: folder to write into, with the record of finished shards.
         total_bytes: size of the output, for the index and the progress.
-        progress: called with output bytes.
+        progress: called with the number of output bytes so far.
 
     Returns:
         Records by file name. A record has the "digest" of the file, the "source_digest" of its source file, and "sums":

@@ -199,8 +199,8 @@ def check_side_files(folder: Path) -> None:
     If a JSON file has a key twice, transformers uses the second entry, and other libraries use the first.
 
     Raises:
-        CheckpointError: files are pointers; the first are named. Or tokenizer_config.json is not a JSON object, or has
-            a key twice.
+        CheckpointError: files are pointers, of which the message names the first; or tokenizer_config.json is not a
+            JSON object or has a key twice.
     """
     files = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
     pointers = sorted(
@@ -232,7 +232,7 @@ def check_links(folder: Path) -> None:
     The target of such a link would be copied into the output, which people publish.
 
     Raises:
-        CheckpointError: there are such files; the first are named.
+        CheckpointError: there are such files; the message names the first.
     """
     try:
         for inside in (folder, *filter(Path.is_dir, [folder / TEMPLATES])):
@@ -242,7 +242,7 @@ def check_links(folder: Path) -> None:
     files = [*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]
     read = (file for file in files if _is_side_file(file) and (file.name == TEMPLATES or not file.is_dir()))
     links = sorted(file for file in read if file.is_symlink())
-    outside = [f"{link.name} -> {link.readlink()}" for link in links if not is_inside_after_links(folder, link)]
+    outside = [f"{link.name} -> {link.readlink()}" for link in links if not is_inside_folder_or_cache(folder, link)]
     if outside:
         raise CheckpointError(
             f"checkpoint {folder} has links to files outside it, which are not followed: {first_few(outside, ', ')}; "
@@ -250,10 +250,11 @@ def check_links(folder: Path) -> None:
         )
 
 
-def is_inside_after_links(folder: Path, file: Path) -> bool:
-    """Return whether a file, after following links, is in a folder or in the "blobs" of the hub's cache around it.
+def is_inside_folder_or_cache(folder: Path, file: Path) -> bool:
+    """Return whether a file lies in a folder after links are resolved, or in the blobs of the folder's hub cache.
 
-    Hugging Face's cache has REPOSITORY/snapshots/COMMIT, of links to REPOSITORY/blobs; the folder may lie in a commit.
+    In Hugging Face's cache, a model's folder is REPOSITORY/snapshots/COMMIT or inside it. The files there are links to
+    REPOSITORY/blobs.
     """
     try:
         root, target = folder.resolve(), file.resolve()

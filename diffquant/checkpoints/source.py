@@ -110,7 +110,7 @@ class Source:
         return self.architecture.num_hidden_layers
 
     def require_transformer(self, verb: str) -> TransformerArchitecture:
-        """Return the architecture, for a verb that supports only a DiffTransformer.
+        """Return the architecture, for a verb (a command of diffquant) that supports only a DiffTransformer.
 
         Raises:
             CheckpointError: it is another architecture.
@@ -121,10 +121,10 @@ class Source:
         return self.architecture
 
     def unsupported_error(self, verb: str, why: str = "") -> CheckpointError:
-        """Return the error for a verb that does not support the model's layers.
+        """Return the error for a verb (a command of diffquant) that does not support the model's layers.
 
         Args:
-            why: clause with the reason, if it is not that the verb supports only a DiffTransformer.
+            why: clause with the reason; by default the verb supports only a DiffTransformer.
         """
         kinds = ", ".join(dict.fromkeys(self.architecture.layer_kinds))
         others = "" if why else "export, verify, run, "
@@ -229,7 +229,7 @@ class Source:
 def open_source(path: Path | str | Source | WeightSource) -> Source:
     """Open a folder of safetensors or a .gguf file, and check its tensors against its config.
 
-    An open source is returned unchanged, so that verbs accept paths and sources.
+    A `Source` is returned unchanged, so that functions accept paths and sources.
 
     Raises:
         UnknownModelTypeError: no adapter reads its architecture.

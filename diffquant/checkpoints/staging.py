@@ -130,7 +130,7 @@ def lock_output(destination: Path) -> Iterator[None]:
 
 
 def has_leftovers(destination: Path) -> bool:
-    """Return whether a run that died after placing its output, or before starting, left a journal or a lock."""
+    """Return whether a run that died left a journal or a lock but no partial folder."""
     return not partial_folder(destination).exists() and any(
         hidden_sibling(destination, what).exists() for what in ("journal", "lock")
     )

@@ -59,7 +59,8 @@ def check_prompt(prompt: str) -> None:
 def to_logit_divisor(temperature: float) -> float:
     """Return the number to divide logits by before sampling: the temperature, but at least 1e-30.
 
-    At lower temperatures even the closest float32 logits select the top-1 token, and quotients overflow.
+    Below 1e-30, dividing by the temperature would overflow. At 1e-30, sampling selects the top-1 token even if two
+    float32 logits are as close as possible.
     """
     return max(float(temperature), _COLDEST)
 

@@ -57,11 +57,11 @@ class PackingRules:
         return replace(rules, keep=rules.keep + keep)
 
     def matches_weight(self, name: str, axes: int) -> bool:
-        """Return whether a tensor with this name and number of axes may be packed, unless `keep` excludes it."""
+        """Return whether `linears` (2 axes) or `experts` (3 axes) have a pattern for a tensor; `keep` is ignored."""
         return matches_any_pattern(name, {2: self.linears, 3: self.experts}.get(axes, ()))
 
     def may_be_mask(self, name: str, axes: int) -> bool:
-        """Return whether a tensor may be a mask, which may contain -inf, since its name is of no weight, bias or λ."""
+        """Return whether a tensor may be a mask, with -inf, since it is not named like a weight, bias or λ."""
         return not self.matches_weight(name, axes) and not matches_any_pattern(name, ("*.weight", "*.bias", "*lambda*"))
 
     def to_dict(self) -> dict[str, Any]:

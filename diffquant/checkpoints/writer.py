@@ -53,7 +53,7 @@ class ShardFile:
             first_row: index of the first row.
 
         Raises:
-            TypeError: the rows do not have the dtype in the header, and would overwrite the data after them.
+            TypeError: the rows do not have the tensor's dtype, so they could overwrite other data.
         """
         announced = self._tensors[name].dtype
         if data.dtype != announced:

@@ -109,7 +109,7 @@ def _config_classes() -> "list[type[PreTrainedConfig]]":
 
 
 class AutoModelLoader:
-    """Class that `AutoModelForCausalLM` uses for diffquant's model types: `diffquant.load` as `from_pretrained`."""
+    """Loader that `AutoModelForCausalLM` uses for diffquant's model types; `from_pretrained` calls `diffquant.load`."""
 
     @classmethod
     def from_pretrained(
@@ -134,10 +134,11 @@ class AutoModelLoader:
             device_map: one device for the whole model (the CPU by default), or a device map for `diffquant.load`.
             max_memory: maximum bytes per device, as in `diffquant.load`.
             revision: revision of a model on the hub.
-            options: other arguments of transformers' `from_pretrained`.
+            options: other arguments of transformers' `from_pretrained`, of which a few are ignored, such as
+                `low_cpu_mem_usage`.
 
         Raises:
-            UsageError: an argument has no counterpart in `diffquant.load`.
+            UsageError: any other argument in `options` is set.
             DiffQuantError: see `diffquant.load`.
         """
         from diffquant.quantization.loading import load

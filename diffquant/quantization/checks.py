@@ -35,10 +35,10 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
     Raises:
         CheckpointError: a weight has a dtype that cannot be quantized, or is stored [in, out]; or the rules of a
             `WeightSource` select no weight.
-        GroupSizeError: a group size does not divide the width of some tensors; the first ones are named.
+        GroupSizeError: a group size does not divide the width of some tensors; the message names the first.
         UsageError: an override matches nothing, or names a module that other libraries cannot load packed; the
-            rounding is unknown or does not support these schemes; `check_activations` raises it; or the recipe
-            quantizes attention or a cache, and the source is a `WeightSource`.
+            rounding is unknown or does not support these schemes; the schemes of `activations` are invalid, see
+            `check_activations`; or the recipe quantizes attention or a cache of a `WeightSource`.
     """
     targets = find_packable_modules(source)
     schemes = targets.schemes(recipe)
@@ -66,8 +66,9 @@ def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Col
         packed: names in the checkpoint of the modules with quantized weights.
 
     Raises:
-        UsageError: no weight is quantized, an override matches no Linear, or a weight belongs to no Linear.
-        GroupSizeError: a group size does not divide the width of some inputs.
+        UsageError: there are such schemes, but no Linear has quantized weights; an override matches none of these
+            Linears; or a scheme applies to a module that is not a Linear.
+        GroupSizeError: a group size does not divide the number of input channels of some Linears.
     """
     patterns = [pattern for pattern in recipe.overrides if target_of(pattern) == "activations"]
     if not patterns and not recipe.activations.quantizes:
@@ -153,7 +154,7 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
         chosen: names of the weights to pack.
 
     Raises:
-        CheckpointError: some of them are stored so, or may be; the first ones are named.
+        CheckpointError: some of them are stored so, or may be; the message names the first.
     """
     tensors = source.checkpoint.tensors
     if isinstance(source, WeightSource):
@@ -193,7 +194,7 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], reader: str
         remedy: what to do instead.
 
     Raises:
-        UsageError: some of them are stacked experts; the first ones are named.
+        UsageError: some of them are stacked experts; the message names the first.
     """
     experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
     if experts:

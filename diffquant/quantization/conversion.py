@@ -1,4 +1,4 @@
-"""Converts a checkpoint to another one of the family that computes the same function.
+"""Converts a checkpoint to another architecture, or rotates or smooths its weights, without changing its function.
 
 `checkpoints/conversions.py` defines the conversions. If weights are written in a narrower dtype than they are read in,
 as from a GGUF file, the function is the same except for that rounding error, which is measured.
@@ -72,7 +72,7 @@ class ConversionResult(PrintableResult):
         bytes_after: bytes of all tensors written.
         dtype: dtype of the matrices written.
         rounding_error: relative RMS error of the weights rounded to that dtype; 0 if no weight was rounded.
-        recipe: recipe of cache and logits that the source records and the destination keeps; 16 bits by default.
+        recipe: schemes of cache and logits that the source records and the destination keeps; 16 bits if it has none.
         seconds: wall time in seconds.
         notes: messages about what was rotated, and about code of the source that was left out.
     """
@@ -116,20 +116,20 @@ def convert(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ConversionResult:
-    """Write a checkpoint as another one of the family that computes the same function.
+    """Convert a checkpoint to another architecture, or rotate or smooth its weights, without changing its function.
 
     Args:
-        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2"; any
-            Transformer of the family for "rotated" and "smoothed".
+        source: a folder with model_type diff_v1 for "diffllama"; a Llama's folder or .gguf file for "diff-v2"; any
+            model that `DiffTransformer` runs for "rotated" and "smoothed".
         destination: the folder to create; it is written atomically.
         to: "diffllama", "diff-v2", "rotated" or "smoothed".
-        dtype: dtype of the matrices; by default the source's, bfloat16 for a quantized GGUF file, or float32 for
-            rotated ones, so that `quantize` rounds only once. Vectors (norms, λ, biases that are not rotated) keep
-            their dtype.
+        dtype: dtype of the matrices. The default for "rotated" is float32, so that `quantize` rounds only once; for
+            other conversions it is the source's, or bfloat16 for a quantized GGUF file. Vectors (norms, λ, biases that
+            are not rotated) keep their dtype.
         text: calibration data for "smoothed", as `read_calibration` takes it; the bundled text by default.
         overwrite: replace an existing checkpoint there, after the new one is complete.
-        progress: function called with layers that are smoothed, then with output bytes; by default a line on a
-            terminal, one per minute in a log.
+        progress: function called with the number of smoothed layers, if any, then with the number of output bytes. By
+            default, progress is a line on a terminal, or a line per minute in a log.
 
     Raises:
         DiffQuantError: the source or the destination is invalid, or there is no exact conversion.

@@ -140,7 +140,7 @@ def converted_card(
         kind: end of the card's title, after the source's name, such as "as diff_v2".
         what: sentences that describe the conversion.
         is_differential: whether the model uses differential attention.
-        left_out: removed code files of the source, and removed JSON entries that named code.
+        left_out: names of the source's code files, and of its JSON entries that named code, that were removed.
     """
     name = checkpoint.name
     return "\n".join(
@@ -224,7 +224,7 @@ def write_descriptions(
     errors: Mapping[str, float],
     folder: Path,
 ) -> tuple[str, ...]:
-    """Write config.json, recipe.yaml, diffquant.json, the model card and, if it can run the model, the modelling file.
+    """Write config.json, recipe.yaml, diffquant.json, the model card, and the modelling file if that can run the model.
 
     Args:
         rounding: name and other identifying settings of the rounding.

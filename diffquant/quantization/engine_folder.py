@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
+from diffquant.checkpoints.compressed_config import has_own_kv_cache_scheme
 from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.model.architecture import TransformerArchitecture
@@ -28,14 +28,15 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def make_modelling_text(model_type: str) -> str:
-    """Return the modelling file's text for a model_type, which transformers requires as a class attribute."""
+    """Return the modelling file's text with a model_type, which transformers requires as an attribute of its class."""
     return _source().replace(_MODEL_TYPE, f"MODEL_TYPE = {json.dumps(model_type)}")
 
 
 def can_use_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
-    """Return whether the modelling file can run a folder's model: any that `DiffTransformer` runs, except Llamas.
+    """Return whether the modelling file can run a folder's model.
 
-    The modelling file has `DiffTransformer`'s parameter names, except that of the output projection.
+    It can run all models that `DiffTransformer` runs, except Llamas, if the folder's parameters have the names that
+    `DiffTransformer` gives them. Only the output projection may have another name.
     """
     is_ours = type(adapter.architecture) is TransformerArchitecture and config["model_type"] != "llama"
     return is_ours and adapter.renames.keys() <= {_OUTPUT}
@@ -86,8 +87,8 @@ def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str,
     """Return the content of config.json with the entries that inference engines need.
 
     A Llama gets `rope_theta` and `architectures`. A model that the modelling file can run gets, in addition, `auto_map`
-    and the modelling file's settings under `diff_model`. Other DiffTransformers get only `rope_theta`, and other models
-    get nothing.
+    and the modelling file's settings under `diff_model`. Of the others, models that `DiffTransformer` runs get only
+    `rope_theta`, and the rest get nothing.
     """
     architecture = adapter.architecture
     if type(architecture) is not TransformerArchitecture:
@@ -132,7 +133,7 @@ def remove_code_files(folder: Path) -> list[str]:
     """Delete all .py files of an output folder, including diffquant's modelling file if there is one.
 
     Returns:
-        Names of the deleted files, without the modelling file's, which is not code of the source.
+        Names of the deleted files except the modelling file, which is not code of the source.
     """
     files = sorted(folder.glob("*.py"))
     for file in files:
@@ -147,7 +148,7 @@ def describe_ignored_schemes(config: Mapping[str, Any]) -> str:
         config: content of config.json.
     """
     recipe = (config.get("diffquant_config") or {}).get("recipe", {})
-    targets = ("logits", "qk", "p", "pv") if has_kv_cache_scheme(config) else ("k", "v", "logits", "qk", "p", "pv")
+    targets = ("logits", "qk", "p", "pv") if has_own_kv_cache_scheme(config) else ("k", "v", "logits", "qk", "p", "pv")
     asked = {name: recipe[name] for name in targets if recipe.get(name, "16") != "16"}
     return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
 

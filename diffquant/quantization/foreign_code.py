@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoints.side_files import is_inside_after_links
+from diffquant.checkpoints.side_files import is_inside_folder_or_cache
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
@@ -107,7 +107,7 @@ def check_no_foreign_code(folder: Path, config: Mapping[str, Any], adapter: Adap
 def _find_problems(folder: Path, path: Path, code: bytes) -> Iterator[str]:
     """Yield the problems of a file or link in a trusted folder, as messages to append to its name."""
     name = path.name.casefold()
-    if path.is_symlink() and not is_inside_after_links(folder, path):
+    if path.is_symlink() and not is_inside_folder_or_cache(folder, path):
         yield ", a link out of the folder"
     elif not path.is_file():
         yield ", which is not a regular file"
@@ -186,7 +186,9 @@ def _keys(found: list[tuple[str, Any]]) -> list[str]:
 
 
 def describe_removed_code(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """Return messages about code of the source that was left out, and whether the tokenizer needs it.
+    """Return messages about code of the source that was left out; empty if there was none.
+
+    One message lists the code. Another explains why the tokenizer cannot be opened without it, if that is so.
 
     Args:
         left_out: removed code files, and descriptions of removed JSON entries that named code.

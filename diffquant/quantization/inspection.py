@@ -35,9 +35,9 @@ class Inspection(PrintableResult):
         packed: number of weights that are stored packed.
         lam: one number per layer with attention: λ for V1, the RMS of the λ projection's weight for V2 (0 means that λ
             is ½ everywhere).
-        sizes: bytes as stored, at 16 bits, and as `quantize` would write it at each scheme, or None if the scheme does
-            not fit the weights.
-        packed_bits: stored bits per packed weight, as stored and at each scheme of `sizes`.
+        sizes: bytes of the checkpoint, by "as it is", "16" and, for a 16-bit checkpoint, schemes such as "4:g32". For
+            a scheme, it is the size that `quantize` would write, or None if the scheme does not fit the weights.
+        packed_bits: stored bits per packed weight, by the same keys; only for those with packed weights.
         rounded: sentence about an earlier quantization by another library; "" if none is known.
     """
 
@@ -123,12 +123,12 @@ class WeightInspection(PrintableResult):
         path: folder that was read.
         model_type: model_type in config.json, which no adapter supports.
         tensors: number of tensors.
-        parameters: number of their elements; in a packed checkpoint, only of the unpacked tensors.
+        parameters: number of elements of all tensors as stored; packed codes are counted in words, not in weights.
         weights: number of weights that the rules select for quantization.
-        experts: number of these that contain all experts of a layer in one tensor.
+        experts: number of selected weights that contain all experts of a layer in one tensor.
         chosen_parameters: number of elements of the selected weights.
         packed: number of weights that are stored packed.
-        sizes, packed_bits, rounded: as in `Inspection`.
+        sizes, packed_bits, rounded: as in `Inspection`; `sizes` has no "16".
     """
 
     path: str

@@ -173,7 +173,7 @@ def check_loadable(source: Source, recipes: Iterable[Recipe]) -> None:
 
 
 def resolve_recipe(source: Source, recipe: Recipe | None) -> tuple[Recipe, dict[str, Scheme]]:
-    """Return the recipe that a model runs under, and by module the scheme of each weight that loading rounds.
+    """Return the recipe that a model runs under, and the scheme of each weight that loading rounds, by module.
 
     Args:
         recipe: recipe to run under, which replaces the checkpoint's recorded one, except for packed weights; or None to

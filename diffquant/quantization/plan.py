@@ -184,7 +184,7 @@ def plan_quantization(
     Schemes of cache and logits that the source records are kept unless `recipe` sets them.
 
     Args:
-        dtype: dtype of the matrices that are not packed, as in `unpacked_dtypes`.
+        dtype: dtype of the matrices that are not packed; by default the checkpoint's, or bfloat16 if that is float32.
 
     Raises:
         CheckpointError: tensors have a dtype that cannot be quantized, the checkpoint is quantized already, or the

@@ -96,10 +96,10 @@ class MemoryPlan(PrintableResult):
 
 
 def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int, memory: int, where: str) -> MemoryPlan:
-    """Compute a model's memory without reading a tensor.
+    """Compute the memory that a model needs while it generates, without reading a tensor.
 
-    The cache's size is that of `PackedCache`'s storage filled with meta tensors. The weights' size is that of
-    `quantize`'s plan, or of the checkpoint if it is quantized already.
+    The cache's size is measured on a `PackedCache` on torch's meta device, which allocates nothing. The weights have
+    the size that `quantize` would write, or that of the checkpoint if it is quantized already.
 
     Args:
         memory: available bytes.
@@ -174,8 +174,8 @@ _ROWS, _WIDTH = 64, 1024
 def estimate_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> float:
     """Estimate the seconds that packing a plan's weights takes on this machine, by timing a sample of the work.
 
-    A rounding that reads calibration data is estimated at `work` multiplications per weight and token. For any other
-    rounding, rounding a block of random weights is timed for each scheme.
+    If the rounding reads calibration data, multiplications are timed; it needs `Rounding.work` of them per weight and
+    token. Otherwise, the rounding of a few rows of random weights is timed for each scheme.
     """
     settings = plan.recipe.rounding
     rounding = rounding_named(settings.name)

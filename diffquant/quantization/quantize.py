@@ -140,8 +140,8 @@ def quantize(
         on_plan: function called with the plan before anything is written; an exception in it ends the run.
         calibrate: function that calibrates ranges of keys and values, from which cache scales are stored if inference
             engines support the recipe's cache. Without it, only diffquant quantizes the cache.
-        progress: function called with layers while a rounding reads calibration data, then with output bytes; by
-            default a line on a terminal, one per minute in a log.
+        progress: function called with the number of layers done, if the rounding reads calibration data, then with the
+            number of output bytes. By default, progress is a line on a terminal, or a line per minute in a log.
 
     Raises:
         DiffQuantError: the source, the recipe or the destination is invalid; no partial output is left.
@@ -221,7 +221,7 @@ def make_pack_job(
     Args:
         tensor: the weight, with the modules that it is packed as.
         rounder: rounding prepared for the checkpoint.
-        magnitudes: as in `RoundedWeight`.
+        magnitudes: largest magnitudes for weights that share a tensor scale; by default only this weight's.
     """
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]

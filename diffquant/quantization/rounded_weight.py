@@ -47,7 +47,9 @@ class RoundedWeight:
         self._bound: Scheme | None = None
 
     def round_rows(self, first: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes int8 [rows, in] and the stored scale of consecutive rows.
+        """Return the codes int8 [rows, in] of consecutive rows, and their stored scale.
+
+        The scale has the shape that `weight_scale` returns for these rows.
 
         Args:
             first: index of the first of these rows in the weight.
@@ -63,7 +65,7 @@ class RoundedWeight:
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme, bound to the weight's largest magnitude if the format has a scale per tensor."""
+        """The weight's scheme; for a format with a scale per tensor, it includes that scale."""
         if not self._scheme.format.spans_tensor:
             return self._scheme
         if self._bound is None:
@@ -103,7 +105,7 @@ def quantize_as_stored(
         weight: [out, in] or [experts, out, in] finite floats, rows in the checkpoint's order.
         scheme: scheme of granularity tensor, row, group or block.
         dtype: dtype of the stored scale; by default the format's scale dtype for a weight of this dtype.
-        magnitudes: as in `RoundedWeight`.
+        magnitudes: largest magnitudes for weights that share a tensor scale; by default only this weight's.
 
     Returns:
         codes * scale in the weight's shape and dtype.

@@ -1,4 +1,4 @@
-"""Finds factors for the input channels of linear layers, by which less is lost when the inputs are rounded to 8 bits.
+"""Finds factors for the input channels of linear layers that reduce the error of rounding the inputs to 8 bits.
 
 `convert --to smoothed` divides each input channel by its factor, in the norm or projection before the layer, and
 multiplies the weights' columns. The factors are powers of two, so that the model computes the same numbers in any
@@ -38,11 +38,11 @@ _INPUTS, _WEIGHTS = Scheme.parse(8, "row", "activations"), Scheme.parse(8)
 def find_smoothing_factors(
     source: Source, text: Sources, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Find the factors of each layer's norms, and of the product that `down_proj` reads, on a text.
+    """Find the factors that divide the inputs of each layer's linear modules, on a text.
 
     Returns:
-        The factors, powers of two [channels] in float64, by the name of the norm or projection that they divide,
-        without those for which no strength reduces the error; and a record of the text.
+        Factors and a record of the text. The factors are powers of two, float64 [channels], by the name of the norm or
+        projection whose output they divide. An input is left out if no factors reduce its error.
 
     Raises:
         DiffQuantError: the checkpoint, its tokenizer or the text cannot be read.

@@ -85,14 +85,14 @@ def _is_meant(pattern: str, module: str, linears: Collection[str]) -> bool:
 
 
 def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
-    """Return the dtype in which matrices are written if they are not packed, by name, if it differs from the present.
+    """Return the dtype in which each matrix is written if it is not packed, by name; only if its dtype changes.
 
     Unpacked matrices are written in 16 bits: those of a float32 checkpoint become bfloat16, which has the same range,
     and the model still runs in float32. Vectors, whose size is negligible, and tensors of a checkpoint of unknown
     architecture keep their dtype.
 
     Args:
-        dtype: dtype to write; by default the checkpoint's, or bfloat16 if that is float32.
+        dtype: new dtype; by default the checkpoint's, or bfloat16 if that is float32.
 
     Raises:
         UsageError: `dtype` is given and the architecture is unknown.
@@ -171,18 +171,18 @@ class Motif3Experts(RowRange):
         return [*rows, OutputTensor(above.name, above.dtype, self.shape[:1])]
 
     def shared_tensors(self, scheme: Scheme) -> Mapping[str, Tensor]:
-        """Return one multiplier per expert: the same power of two for all, since `Magnitudes` rounds them so."""
+        """Return one multiplier per expert, by name. All experts have the same one, a power of two."""
         ((name, divisor),) = super().shared_tensors(scheme).items()
         return {name: divisor.reciprocal().expand(self.shape[0]).contiguous()}
 
 
 def as_whole_part(module: str, shape: tuple[int, ...]) -> tuple[RowRange, ...]:
-    """Return a whole weight as the only part."""
+    """Return the whole weight as one module."""
     return (RowRange(module, 0, math.prod(shape[:-1]), shape),)
 
 
 def as_motif3_experts(module: str, shape: tuple[int, ...]) -> tuple[RowRange, ...]:
-    """Return stacked experts as the only part, in the layout of Motif-3's official release."""
+    """Return stacked experts as one module, in the layout of Motif-3's official release."""
     return (Motif3Experts(module, 0, math.prod(shape[:-1]), shape),)
 
 

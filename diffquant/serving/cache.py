@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import ceil, prod
 from typing import Any, get_args
 
-from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
+from diffquant.checkpoints.compressed_config import has_own_kv_cache_scheme
 from diffquant.checkpoints.reader import Checkpoint, read_stored_recipe
 from diffquant.errors import UsageError
 from diffquant.model.adapters import Adapter
@@ -39,7 +39,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
     recipe = read_stored_recipe(config)
     if asked == AUTO or (asked == RECIPE and not recipe.quantizes_any("k", "v")):
         return AUTO
-    if asked == RECIPE and has_kv_cache_scheme(config):
+    if asked == RECIPE and has_own_kv_cache_scheme(config):
         return _STATIC
     listed = vllm_formats(has_gpu)
     if asked in listed:

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
-from diffquant.checkpoints.compressed_config import has_input_schemes, has_kv_cache_scheme, read_schemes
+from diffquant.checkpoints.compressed_config import has_input_schemes, has_own_kv_cache_scheme, read_schemes
 from diffquant.checkpoints.compressed_tensors import SCALE
 from diffquant.checkpoints.dequantized import DequantizedCheckpoint
 from diffquant.checkpoints.opening import open_checkpoint
@@ -132,7 +132,7 @@ def plan_server(
     command += ["--kv-cache-dtype", cache]
     if isinstance(checkpoint, DequantizedCheckpoint):
         command += ["--hf-overrides", json.dumps(WITHOUT_PACKING)]
-    elif cache == AUTO and has_kv_cache_scheme(config):
+    elif cache == AUTO and has_own_kv_cache_scheme(config):
         command += ["--hf-overrides", json.dumps(override_cache_scheme(config))]
     if adapter is not None and ranks > 1:
         check_ranks(config, adapter, ranks, implementation)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
-from diffquant.checkpoints.side_files import is_inside_after_links
+from diffquant.checkpoints.side_files import is_inside_folder_or_cache
 from diffquant.errors import CheckpointError
 from diffquant.onnx.files import check_exported, model_file
 from diffquant.onnx.graph.op import CONTRIB
@@ -98,7 +98,7 @@ def _problems_of(tensor: TensorProto, beside: Path, folder: Path) -> list[str]:
     file = beside / location
     if not file.is_file():
         return [f"{location} is missing"]
-    if not is_inside_after_links(folder, file):
+    if not is_inside_folder_or_cache(folder, file):
         return [f"{location} is a link that leads out of the folder"]
     places = {key: entries.get(key, "0") for key in ("offset", "length")}
     odd = [f"{key} {value[:40]!r}" for key, value in places.items() if not re.fullmatch("[0-9]{1,18}", value)]

@@ -98,7 +98,7 @@ def test_a_plain_text_is_read_as_before(source, tmp_path):
     calibration = read(source, file, tokens=650)
     assert torch.equal(calibration.ids, expected)
     assert calibration.record["tokens"] == expected.numel()
-    assert not calibration.is_drawn
+    assert not calibration.is_shuffled
     assert torch.equal(read(source, None).ids, expected)
 
 

@@ -48,7 +48,7 @@ def test_all_models_of_the_family_compute_the_same_numbers(tmp_path, source, dty
     write_source(tmp_path / "source", source, dtype=dtype)
     made = convert(tmp_path / "source", tmp_path / "out", "smoothed")
     assert made.rounding_error == 0
-    assert "inputs of linear layers are divided by powers of two" in made.summary()
+    assert "inputs of linear layers are smoothed: each channel is divided by a power of two" in made.summary()
     before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("source", "out"))
     assert {name: tensor.dtype for name, tensor in before.items()} == {n: t.dtype for n, t in after.items()}
     changed = {name.split(".", 3)[-1] for name in before if not torch.equal(before[name], after[name])}

@@ -8,13 +8,13 @@ import sys
 from diffquant.checkpoints.dequantized.base import (
     LAYOUTS,
     DequantizedCheckpoint,
+    EncodedMatrix,
     QuantizedMatrices,
-    RoundedMatrix,
     dequantize_folder,
     register,
 )
 from diffquant.support.names import import_all
 
-__all__ = ["LAYOUTS", "DequantizedCheckpoint", "QuantizedMatrices", "RoundedMatrix", "dequantize_folder", "register"]
+__all__ = ["LAYOUTS", "DequantizedCheckpoint", "EncodedMatrix", "QuantizedMatrices", "dequantize_folder", "register"]
 
 import_all(sys.modules[__name__])

@@ -29,13 +29,13 @@ _AT_A_TIME = 1 << 22
 
 
 @dataclass(frozen=True)
-class RoundedMatrix:
+class EncodedMatrix:
     """A matrix that a folder stores as codes.
 
     Attributes:
         shape: [out, in] of the matrix, or [experts, out, in] of experts in one tensor.
         parts: names of the tensors that it is made of, the codes first.
-        dtype: dtype to which the library that packed it dequantizes it, and in which diffquant writes it unpacked.
+        dtype: dtype to which the library that packed the matrix dequantizes it; diffquant writes it unpacked in it too.
         rows: function that dequantizes rows, from int64 indices [n] to float32 [n, in]. The rows of all experts are
             numbered consecutively.
     """
@@ -58,7 +58,7 @@ class QuantizedMatrices:
     """
 
     kind: str
-    matrices: Mapping[str, RoundedMatrix]
+    matrices: Mapping[str, EncodedMatrix]
     unused: tuple[str, ...] = ()
     note: str = ""
 
@@ -82,11 +82,13 @@ def register(quant_method: str) -> Callable[[Layout], Layout]:
 
 
 def dequantize_folder(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a folder that another library quantized as a checkpoint of dequantized weights; return others unchanged.
+    """Return a checkpoint of the dequantized weights of a folder that another library quantized.
+
+    Any other folder is returned unchanged.
 
     Raises:
-        CheckpointError: its quant_method is not supported; or tensors are missing or have other shapes or types, or a
-            setting is not supported; the first are named.
+        CheckpointError: the folder's quant_method or a setting is not supported, or tensors are missing or have other
+            shapes or types; the message names the first.
     """
     entry = _entry(checkpoint)
     if entry is None:
@@ -114,7 +116,7 @@ def dequantize_folder(checkpoint: Checkpoint) -> Checkpoint:
     return DequantizedCheckpoint(checkpoint, contents)
 
 
-def _transpose(name: str, matrix: RoundedMatrix) -> RoundedMatrix:
+def _transpose(name: str, matrix: EncodedMatrix) -> EncodedMatrix:
     """Transpose a matrix that a model with Conv1D stores as [in, out] when it is not packed."""
     if name.split(".")[-2] not in CONV1D:
         return matrix
@@ -215,7 +217,7 @@ class DequantizedCheckpoint(Checkpoint):
         return self._stored.stored_nbytes
 
 
-def _values(matrix: RoundedMatrix, rows: Tensor) -> Tensor:
+def _values(matrix: EncodedMatrix, rows: Tensor) -> Tensor:
     """Return values float32 [n, in] of some rows, dequantized a few at a time."""
     values = torch.empty(len(rows), matrix.shape[-1])
     height = max(1, _AT_A_TIME // max(1, matrix.shape[-1]))
@@ -235,7 +237,9 @@ class LayoutChecker:
         self._stored, self.problems = stored, list[str]()
 
     def check_shape(self, name: str, axes: int, *dtypes: torch.dtype) -> tuple[int, ...] | None:
-        """Check a tensor's number of axes and dtype, and return its shape, or None with a new problem.
+        """Check a tensor's number of axes and dtype, and return its shape.
+
+        If the tensor is missing or does not match, add a problem and return None.
 
         Args:
             dtypes: allowed dtypes; by default all floats of 16 bits or more.
@@ -255,7 +259,11 @@ class LayoutChecker:
         return info.shape
 
     def check_tensor(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> bool:
-        """Check a tensor's shape and dtype as `check_shape` does, and return whether both are as expected."""
+        """Check a tensor's shape and dtype, and return whether both match; if not, add a problem.
+
+        Args:
+            dtypes: allowed dtypes; by default all floats of 16 bits or more.
+        """
         stored = self.check_shape(name, len(shape), *dtypes)
         if stored is not None and stored != shape:
             self.problems.append(f"{name} is {list(stored)}, not {list(shape)}")
@@ -265,7 +273,7 @@ class LayoutChecker:
         """Check that no problems were found.
 
         Raises:
-            CheckpointError: something was; the first are named.
+            CheckpointError: there are problems; the message names the first.
         """
         if self.problems:
             raise CheckpointError(f"{self._stored.path} does not match {method}'s layout: {first_few(self.problems)}")
@@ -277,7 +285,7 @@ def list_modules_with(stored: Checkpoint, suffix: str) -> list[str]:
 
 
 def read_count(entry: Mapping[str, Any], key: str, allowed: range, problems: list[str]) -> int:
-    """Return a whole number of quantization_config; if it is not allowed, add a problem and return the lowest one."""
+    """Return a whole number of quantization_config; if it is not allowed, add a problem and return `allowed[0]`."""
     value = entry.get(key)
     if type(value) is int and value in allowed:
         return value
@@ -286,7 +294,10 @@ def read_count(entry: Mapping[str, Any], key: str, allowed: range, problems: lis
 
 
 def read_group_size(entry: Mapping[str, Any], problems: list[str]) -> int:
-    """Return the `group_size` of quantization_config, -1 if all inputs share a scale; add a problem if invalid."""
+    """Return the `group_size` of quantization_config; -1 means that all inputs share a scale.
+
+    If it is invalid, add a problem and return -1.
+    """
     size = entry.get("group_size", -1)
     if type(size) is int and (size == -1 or size > 0):
         return size

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.dequantized.base import (
+    EncodedMatrix,
     LayoutChecker,
     QuantizedMatrices,
-    RoundedMatrix,
     list_modules_with,
     register,
 )
@@ -41,10 +41,10 @@ def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Quantize
     """Read the matrices of a bitsandbytes folder, each of which states its own format.
 
     Raises:
-        CheckpointError: tensors do not match the layouts; the first are named.
+        CheckpointError: tensors do not match the layouts; the message names the first.
     """
     parts = LayoutChecker(stored)
-    matrices: dict[str, RoundedMatrix | None] = {}
+    matrices: dict[str, EncodedMatrix | None] = {}
     kinds: list[str] = []
     for kind in _KINDS:
         for module in list_modules_with(stored, _STATE + kind):
@@ -64,7 +64,7 @@ def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Quantize
     return QuantizedMatrices(f"bitsandbytes {'/'.join(dict.fromkeys(kinds))}", found)
 
 
-def _read_int8(stored: Checkpoint, parts: LayoutChecker, module: str) -> RoundedMatrix | None:
+def _read_int8(stored: Checkpoint, parts: LayoutChecker, module: str) -> EncodedMatrix | None:
     weight, scales, order = f"{module}.weight", f"{module}.SCB", f"{module}.weight_format"
     shape = parts.check_shape(weight, 2, torch.int8)
     if shape is None or not parts.check_tensor(scales, shape[:1], torch.float32):
@@ -79,10 +79,10 @@ def _read_int8(stored: Checkpoint, parts: LayoutChecker, module: str) -> Rounded
     def rows(indices: Tensor) -> Tensor:
         return stored.read(weight)[indices] * stored.read(scales)[indices, None] * _STEP
 
-    return RoundedMatrix((shape[0], shape[1]), tuple(names), model_dtype(stored.config), rows)
+    return EncodedMatrix((shape[0], shape[1]), tuple(names), model_dtype(stored.config), rows)
 
 
-def _read_four_bits(stored: Checkpoint, parts: LayoutChecker, module: str, kind: str) -> RoundedMatrix | None:
+def _read_four_bits(stored: Checkpoint, parts: LayoutChecker, module: str, kind: str) -> EncodedMatrix | None:
     weight, state_name = f"{module}.weight", f"{module}{_STATE}{kind}"
     absmax, quant_map, nested_absmax, nested_map = (
         f"{weight}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -129,7 +129,7 @@ def _read_four_bits(stored: Checkpoint, parts: LayoutChecker, module: str, kind:
         codes = torch.where(places % 2 == 0, pairs >> 4, pairs & 15).int()
         return stored.read(quant_map)[codes] * scales_of(places // block)
 
-    return RoundedMatrix((shape[0], shape[1]), tuple(names), DTYPES[state["dtype"]], rows)
+    return EncodedMatrix((shape[0], shape[1]), tuple(names), DTYPES[state["dtype"]], rows)
 
 
 def _read_state(stored: Checkpoint, parts: LayoutChecker, name: str) -> dict[str, Any] | None:

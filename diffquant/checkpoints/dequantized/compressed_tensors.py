@@ -19,16 +19,16 @@ from diffquant.checkpoints.compressed_config import (
     REORDERED,
     block_shape,
     has_input_schemes,
-    has_kv_cache_scheme,
+    has_own_kv_cache_scheme,
     has_square_blocks,
     has_targets,
 )
 from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.checkpoints.dequantized.base import (
+    EncodedMatrix,
     LayoutChecker,
     QuantizedMatrices,
-    RoundedMatrix,
     list_modules_with,
     register,
 )
@@ -57,7 +57,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Qua
     """Read the matrices of a compressed-tensors folder, or return None if it is read packed.
 
     Raises:
-        CheckpointError: tensors or settings do not match the layouts; the first are named.
+        CheckpointError: tensors or settings do not match the layouts; the message names the first.
     """
     if has_input_schemes(stored.config):
         return None
@@ -69,7 +69,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Qua
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         return None
-    has_cache = entry.get("kv_cache_scheme") and not has_kv_cache_scheme(stored.config)
+    has_cache = entry.get("kv_cache_scheme") and not has_own_kv_cache_scheme(stored.config)
     if not has_cache and not any(map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])):
         return None
     parts = LayoutChecker(stored)
@@ -84,7 +84,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Qua
         for target in group["targets"]
     }
     kinds: list[str] = []
-    matrices: dict[str, RoundedMatrix] = {}
+    matrices: dict[str, EncodedMatrix] = {}
     for module, weights in pick_targets(list_modules_with(stored, SCALE), targets).items():
         if weights is None:
             parts.problems.append(f"no group of quantization_config covers {module}")
@@ -132,7 +132,7 @@ def _is_read_here(group: Mapping[str, Any]) -> bool:
 
 def _read_matrix(
     stored: Checkpoint, parts: LayoutChecker, module: str, weights: Mapping[str, Any]
-) -> tuple[str, RoundedMatrix] | None:
+) -> tuple[str, EncodedMatrix] | None:
     """Read a module's number format and matrix; return None on problems, which `parts` then lists."""
     codes = module + (PACKED if module + PACKED in stored.tensors else ".weight")
     if codes not in stored.tensors:
@@ -162,7 +162,7 @@ def _read_integers(
     weights: Mapping[str, Any],
     group: int | None,
     unused: tuple[str, ...],
-) -> tuple[str, RoundedMatrix] | None:
+) -> tuple[str, EncodedMatrix] | None:
     bits, is_packed = weights.get("num_bits"), codes.endswith(PACKED)
     if weights.get("type", "int") != "int" or type(bits) is not int or not 2 <= bits <= 8:
         parts.problems.append(
@@ -210,7 +210,7 @@ def _read_integers(
     names = (codes, *(module + each for each in parts_read if module + each in stored.tensors), *unused)
     sharing = weights.get("strategy")
     kind = f"int{bits} per {f'group of {group}' if sharing == 'group' else sharing}"
-    return kind, RoundedMatrix((outputs, width), names, model_dtype(stored.config), rows)
+    return kind, EncodedMatrix((outputs, width), names, model_dtype(stored.config), rows)
 
 
 def _read_order(stored: Checkpoint, parts: LayoutChecker, module: str, width: int, groups: int) -> Tensor | None:

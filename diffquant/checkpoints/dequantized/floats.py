@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.compressed_config import block_shape
-from diffquant.checkpoints.dequantized.base import LayoutChecker, QuantizedMatrices, RoundedMatrix, register
+from diffquant.checkpoints.dequantized.base import EncodedMatrix, LayoutChecker, QuantizedMatrices, register
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.support.devices import DTYPES
@@ -31,7 +31,7 @@ Spread = Callable[[Tensor, Tensor], Tensor]
 
 def read_float_matrix(
     stored: Checkpoint,
-    parts: LayoutChecker,
+    checker: LayoutChecker,
     codes: str,
     scales: str,
     *,
@@ -40,10 +40,11 @@ def read_float_matrix(
     group: int | None = None,
     block: tuple[int, int] | None = None,
     unused: tuple[str, ...] = (),
-) -> tuple[str, RoundedMatrix] | None:
-    """Read a matrix and its number format; return None on problems, which `parts` then lists.
+) -> tuple[str, EncodedMatrix] | None:
+    """Return the name of a matrix's number format, and the matrix; on a problem, add it to `checker` and return None.
 
     Args:
+        checker: collects the problems.
         codes, scales: names of the tensors.
         multiplier, divisor: name of the tensor, with one number or one per expert, that multiplies or divides the e4m3
             scales.
@@ -53,10 +54,10 @@ def read_float_matrix(
     """
     info, scale_info = stored.tensors[codes], stored.tensors.get(scales)
     if scale_info is None:
-        parts.problems.append(f"{codes} is {info.dtype}, and {scales} is missing")
+        checker.problems.append(f"{codes} is {info.dtype}, and {scales} is missing")
         return None
     if len(info.shape) not in (2, 3) or 0 in info.shape:
-        parts.problems.append(f"{codes} is {list(info.shape)}, expected two axes, or three with experts")
+        checker.problems.append(f"{codes} is {list(info.shape)}, expected two axes, or three with experts")
         return None
     is_packed = info.dtype not in FLOAT8
     shape = (*info.shape[:-1], 2 * info.shape[-1]) if is_packed else info.shape
@@ -64,7 +65,7 @@ def read_float_matrix(
     kind, size = _kind(info.dtype, scale_info.dtype, group, above in stored.tensors)
     spread = make_scale_picker(scale_info.shape, shape, size, block) if kind else None
     if spread is None:
-        parts.problems.append(
+        checker.problems.append(
             f"{codes} is {info.dtype} {list(info.shape)}, which does not fit the scale {scale_info.dtype} "
             f"{list(scale_info.shape)}{'' if above in stored.tensors else ' without a scale per tensor'}"
         )
@@ -72,7 +73,7 @@ def read_float_matrix(
     has_above = kind == "NVFP4" and above is not None
     over = make_scale_picker(stored.tensors[above].shape, shape) if has_above and above else None
     if has_above and over is None:
-        parts.problems.append(
+        checker.problems.append(
             f"{above} is {list(stored.tensors[above or ''].shape)}, expected one number, or one per expert"
         )
         return None
@@ -88,7 +89,7 @@ def read_float_matrix(
         return values * scale
 
     names = (codes, scales, *([above] if above and above in stored.tensors else []), *unused)
-    return kind, RoundedMatrix(tuple(shape), names, model_dtype(stored.config), rows)
+    return kind, EncodedMatrix(tuple(shape), names, model_dtype(stored.config), rows)
 
 
 def _kind(codes: torch.dtype, scales: torch.dtype, group: int | None, has_above: bool) -> tuple[str, int | None]:
@@ -146,7 +147,7 @@ def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def find_unscaled(stored: Checkpoint, found: Mapping[str, object]) -> list[str]:
-    """List a problem for each weight of an 8-bit dtype that is not among the matrices found, as its scales are missing.
+    """Return a problem for each weight of an 8-bit dtype that is not among the matrices found: its scales are missing.
 
     Args:
         found: matrices by name.
@@ -187,7 +188,7 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     activation_scale. AutoFP8 has weight_scale, which is one number, and input_scale instead.
 
     Raises:
-        CheckpointError: tensors or settings do not match the layout; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the message names the first.
     """
     parts = LayoutChecker(stored)
     size = entry.get("weight_block_size")
@@ -207,7 +208,7 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
 
 def _read_scaled(
     stored: Checkpoint, parts: LayoutChecker, scales: Mapping[str, str], block: tuple[int, int] | None
-) -> dict[str, tuple[str, RoundedMatrix]]:
+) -> dict[str, tuple[str, EncodedMatrix]]:
     """Read each matrix and its number format, given the codes' name for each scale's; `parts` collects problems."""
     found = {}
     for scale, codes in scales.items():
@@ -243,7 +244,7 @@ def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatr
     formats. In Motif-3's release, `modelopt_nvfp4`, only experts are packed, with one weight_scale_2 for each expert.
 
     Raises:
-        CheckpointError: tensors or settings do not match the layout; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the message names the first.
     """
     parts = LayoutChecker(stored)
     algorithm = entry.get("quant_algo")

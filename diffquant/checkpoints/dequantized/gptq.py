@@ -21,9 +21,9 @@ from torch import Tensor
 
 from diffquant.checkpoints.compressed_targets import match_modules
 from diffquant.checkpoints.dequantized.base import (
+    EncodedMatrix,
     LayoutChecker,
     QuantizedMatrices,
-    RoundedMatrix,
     check_settings,
     list_modules_with,
     read_count,
@@ -41,7 +41,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices
     """Read the matrices of a GPTQ folder.
 
     Raises:
-        CheckpointError: tensors or settings do not match the layout; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the message names the first.
     """
     parts = LayoutChecker(stored)
     # Libraries write either key.
@@ -52,7 +52,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices
     _bits_and_size(entry, parts)
     parts.require_valid("gptq")
     offset = _VERSIONS[entry.get("checkpoint_format") or entry.get("format") or "gptq"]
-    matrices: dict[str, RoundedMatrix] = {}
+    matrices: dict[str, EncodedMatrix] = {}
     kinds: list[str] = []
     for module, own in _settings(entry, list_modules_with(stored, ".qweight")).items():
         bits, size = _bits_and_size(own, parts)
@@ -90,7 +90,7 @@ def _bits_and_size(entry: Mapping[str, Any], parts: LayoutChecker) -> tuple[int,
 
 def _read_gptq_matrix(
     stored: Checkpoint, parts: LayoutChecker, module: str, bits: int, size: int, offset: int
-) -> RoundedMatrix | None:
+) -> EncodedMatrix | None:
     """Read a module's matrix; return None if part of it is wrong, which `parts` then lists.
 
     Args:
@@ -129,7 +129,7 @@ def _read_gptq_matrix(
         return (codes - zeros.T[:, order]) * scale.T[:, order]
 
     names = (qweight, qzeros, scales, *([g_idx] if has_order else []))
-    return RoundedMatrix((outputs, width), names, stored.tensors[scales].dtype, rows)
+    return EncodedMatrix((outputs, width), names, stored.tensors[scales].dtype, rows)
 
 
 def _unpack_codes(words: Tensor, bits: int, length: int) -> Tensor:
@@ -162,7 +162,7 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     neighbouring inputs: w[o, i] = scales[i // g, o] · (q[i, o] − z[i // g, o]).
 
     Raises:
-        CheckpointError: tensors or settings do not match the layout; the first are named.
+        CheckpointError: tensors or settings do not match the layout; the message names the first.
 
     Source: AutoAWQ 0.2.9, utils/packing_utils.py.
     """
@@ -183,7 +183,7 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     return QuantizedMatrices(f"AWQ {_AWQ_BITS}{'' if size == -1 else f':g{size}'}", matrices)
 
 
-def _read_awq_matrix(stored: Checkpoint, parts: LayoutChecker, module: str, size: int) -> RoundedMatrix | None:
+def _read_awq_matrix(stored: Checkpoint, parts: LayoutChecker, module: str, size: int) -> EncodedMatrix | None:
     """Read a module's matrix; return None if part of it is wrong, which `parts` then lists."""
     qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     words = parts.check_shape(qweight, 2, torch.int32)
@@ -202,7 +202,7 @@ def _read_awq_matrix(stored: Checkpoint, parts: LayoutChecker, module: str, size
         zeros, codes = _read_codes(stored.read(qzeros), indices), _read_codes(stored.read(qweight), indices)
         return (codes - zeros[:, order]) * scale.T[:, order]
 
-    return RoundedMatrix((outputs, width), (qweight, qzeros, scales), stored.tensors[scales].dtype, rows)
+    return EncodedMatrix((outputs, width), (qweight, qzeros, scales), stored.tensors[scales].dtype, rows)
 
 
 def _read_codes(words: Tensor, indices: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def rounding_named(name: str) -> Rounding:
     """Return the rounding with the given name.
 
     Raises:
-        UsageError: there is none; the most similar name is suggested.
+        UsageError: no rounding has this name; the message suggests the most similar one.
     """
     if name not in ROUNDINGS:
         raise UsageError(f"unknown rounding {name!r}{did_you_mean(name, list(ROUNDINGS))}")

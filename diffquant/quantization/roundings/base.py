@@ -32,7 +32,7 @@ class Rounder:
     """A rounding prepared for one checkpoint.
 
     Attributes:
-        round: function that rounds some rows of a weight, given in float32, and that threads may call at once. It is
+        round: function that rounds some rows of a weight, given in float32; several threads may call it at once. It is
             not called for a scheme in which one scale covers all rows.
         identity: JSON data that, with the checkpoint, the scheme and the rounding's name, determines the result.
         made: codes int8 [out, in] and stored scale, by weight name, of weights that were rounded during preparation;
@@ -52,8 +52,8 @@ class Rounding(ABC):
         needs_text: whether it reads calibration data, which the recipe's `RoundingSettings` select.
         options: names of the other fields of `RoundingSettings` that it uses.
         window: default number of tokens per calibration sequence.
-        row_by_row: whether it rounds each row alone, so that one scale per tensor or block is not supported. If not,
-            a scale per tensor is chosen by absmax, and every weight gets its nearest code.
+        row_by_row: whether it rounds each row alone and does not support a scale per tensor or block. If false, a scale
+            per tensor is chosen by absmax, and every weight gets its nearest code.
         work: cost of a method with calibration data, in multiplications per weight and token.
     """
 

@@ -20,7 +20,10 @@ from diffquant.support.progress import Progress
 
 
 def round_to_nearest(_name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return codes int8 [rows, in] and absmax scales of some rows, or of a whole weight if scales span rows."""
+    """Return the codes int8 [rows, in] of some rows of a weight, and their scales from `weight_scale`.
+
+    Rows that share a scale must be passed together, such as all rows for a scale per tensor.
+    """
     scale = weight_scale(values, scheme, dtype)
     return weight_codes(values, scale, scheme), scale
 

@@ -150,9 +150,9 @@ def _continuation_json(text: str, given: Values) -> str:
 def _format_fits(fits: Any, given: Values) -> str:
     if not isinstance(fits, list):
         return _as_text(fits, given)
-    from diffquant.calib.calibration.calibrate import fit_table
+    from diffquant.calib.calibration.calibrate import range_quality_table
 
-    return fit_table(fits, given["bits"])
+    return range_quality_table(fits, given["bits"])
 
 
 def _calibration_json(fits: Any, given: Values) -> str:

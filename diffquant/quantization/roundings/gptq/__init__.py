@@ -37,7 +37,7 @@ class Gptq(Rounding):
 
         opened = open_source(source)
         calibration = self.read_calibration(opened, settings)
-        if settings.seed is not None and not calibration.is_drawn:
+        if settings.seed is not None and not calibration.is_shuffled:
             raise UsageError(
                 f"{option_name('seed')} affects only rows of a JSONL file or dataset, but rounding {self.name} reads "
                 "plain text from its beginning; leave it out"

@@ -26,7 +26,9 @@ _PASSES = 2
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """Second moments of a linear module's inputs X [N, in], and the order in which its weight's columns are rounded.
+    """Second moments of a linear module's inputs, and the order in which its weight's columns are rounded.
+
+    X [N, in] are the inputs of N tokens.
 
     Attributes:
         products: XᵀX [in, in] float32, damped.
@@ -62,18 +64,18 @@ def damp(products: Tensor) -> Tensor:
 
 
 def compute_retargeting(products: Tensor, lost: Tensor) -> Tensor:
-    """Return R [in, in] such that W + W·R applied to X is closest to W applied to Y, for a weight W [out, in].
+    """Return R [in, in] by which a weight W [out, in] is changed to W + W·R, to compensate for errors in its input.
 
-    X is the module's input, Y the same input in the 16-bit model, and H = XᵀX + damping. The weight whose output on X
-    is nearest to W·Yᵀ, regularized towards W by the damping, is W + W·(Y - X)ᵀX·H⁻¹. Its rounding error is then
-    weighted by H as before.
+    X [N, in] is the module's input, and Y [N, in] the same input in the 16-bit model. W + W·R is the weight whose
+    output on X is nearest to W·Yᵀ, regularized towards W by the damping. Its rounding error is weighted by the same
+    H = XᵀX + damping as that of W.
 
     Args:
         products: H [in, in].
         lost: (Y - X)ᵀX [in, in].
 
     Returns:
-        (Y - X)ᵀX·H⁻¹ [in, in] float32.
+        R = (Y - X)ᵀX·H⁻¹, float32.
 
     Source: the target is that of Li et al., GPTAQ, arXiv 2504.02692, equation 5, solved for all columns at once.
     """
@@ -154,6 +156,9 @@ def round_in_order(
 
     Args:
         order: int64 [in], indices of the columns in the order in which they are rounded.
+
+    Returns:
+        As `round_in_one_pass`, with the columns in the stored order.
     """
     sizes = -1, levels.scales_per_step, size
     parts, weights = values.unflatten(0, sizes), inputs.products.diagonal().unflatten(0, sizes)

@@ -28,7 +28,7 @@ _READ_WITH = {
 
 @dataclass(eq=False)
 class SecondMoments:
-    """Second moments of a module's input X [N, in], summed over batches.
+    """Second moments of a module's input X [N, in] of N tokens, summed over batches.
 
     Attributes:
         products: XᵀX [in, in].
@@ -68,14 +68,17 @@ def group_by_input(runner: LayerRunner[State], layer: nn.Module, state: State) -
 def collect_inputs(
     runner: LayerRunner[State], layer: nn.Module, modules: Sequence[str], state: State
 ) -> tuple[Mapping[str, Tensor], State]:
-    """Run a layer on its input `state`; return the inputs [N, in] of some modules by name, and the layer's output."""
+    """Run a layer on its input `state`; return the inputs of some modules by name, and the layer's output.
+
+    An input has shape [N, in] for the N tokens of `state`.
+    """
     seen: dict[str, Tensor] = {}
     with _hooks(layer, modules, lambda name, x: seen.update({name: x.flatten(0, -2)})):
         return seen, runner.run_layer(layer, state)
 
 
 def capture_input(runner: LayerRunner[State], layer: nn.Module, module: str, state: State) -> Tensor:
-    """Run a layer on its input `state`, but only up to a module, and return the module's input [N, in]."""
+    """Run a layer on its input `state` only up to a module, and return the module's input [N, in] for N tokens."""
     seen: list[Tensor] = []
 
     def stop(_name: str, x: Tensor) -> None:
