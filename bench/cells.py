@@ -26,11 +26,12 @@ class BenchCell:
         values: a measurement per repeat; empty if the path could not be measured.
         baseline: path of the same workload with which this one is compared.
         missing: reason why there are no values.
-        error, tolerance: relative error against `naive` on the same shapes, and the largest allowed.
+        error, tolerance: relative error against attention backend `naive` on the same shapes, and the largest allowed
+            error.
         operations, bytes: operations, and bytes read and written, of one call, as counted by `roofline`.
-        touched: size of all data that the timed calls read or write, each byte counted once.
+        touched: size in bytes of all data that the timed calls read or write, each byte counted once.
         peak_bytes: peak memory in addition to what was allocated before; for whole programs, all of it.
-        length: context length in tokens, for plots, if it applies.
+        length: context length in tokens, for plots, or None if there is no context.
         facts: further numbers by name.
     """
 
@@ -95,7 +96,7 @@ class BenchResult:
     cells: tuple[BenchCell, ...]
 
     def ratio(self, cell: BenchCell) -> float | None:
-        """Return how many times better a cell's median is than its baseline's, or None if either has no values."""
+        """Return how many times better a cell's median is than that of its baseline, or None if either is missing."""
         key = (cell.section, cell.workload, cell.baseline, cell.unit)
         return cell.times_better(next((other for other in self.cells if other.key == key), None))
 
@@ -105,7 +106,7 @@ class BenchResult:
         return max(limits) * 1e3 / cell.median if limits and cell.median else None
 
     def is_data_in_cache(self, cell: BenchCell) -> bool:
-        """Return whether the roofline limits a cell by memory bandwidth although all its data fits into the cache."""
+        """Return whether a cell's data fits into the cache, although its roofline is the bandwidth of memory."""
         limits = self._limits(cell)
         if limits is None or cell.touched is None or "cache" not in self.machine:
             return False
@@ -161,7 +162,7 @@ def parse_cell(entry: dict[str, Any]) -> BenchCell:
 
 
 def find_changes(old: BenchResult, new: BenchResult) -> list[tuple[float, BenchCell, BenchCell]]:
-    """Find cells whose repeats do not overlap and whose medians differ by more than 5 %.
+    """Find cells whose medians differ by more than 5 %, and whose ranges of values do not overlap.
 
     Returns:
         For each changed cell, how many times better the new median is, the old cell, and the new cell; the largest

@@ -18,7 +18,7 @@ from diffquant.benchmarks.roofline import Count
 from diffquant.benchmarks.workloads import (
     CallWithState,
     Workload,
-    get_held_object,
+    get_peer_state,
     make_differential_call,
     make_transformer_call,
 )
@@ -42,10 +42,10 @@ class Peer:
         attention: function to time.
         count: returns the operations of a workload, and the bytes that they read and write.
         make: makes the call that `attention` computes, for a workload and a device.
-        logits: scheme of logits that `naive` must use too when results are compared.
-        tolerance: largest relative error against `naive`, for peers that quantize; by default the dtype's.
+        logits: scheme of its logits, which backend `naive` also uses when results are compared.
+        tolerance: largest allowed relative error against `naive`, for peers that quantize; by default the dtype's.
         missing: returns the reason why the peer cannot run a call, or None if it can.
-        facts: returns further numbers of a call by name.
+        facts: returns further numbers about a call, by name, for `BenchCell.facts`.
     """
 
     attention: Attention
@@ -200,12 +200,12 @@ def _diffllama_call(implementation: str, work: Workload, device: str) -> Attenti
         rows: Tensor = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
         return torch.unflatten(rows, -1, (model.pairs, -1)).transpose(1, 2)
 
-    return CallWithState(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, held=run)
+    return CallWithState(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, state=run)
 
 
 def _diffllama(call: AttentionCall) -> Tensor:
     """Run the call's DiffLlama module; return its output [B, h, T, dv] after the norm."""
-    output: Tensor = get_held_object(call)()
+    output: Tensor = get_peer_state(call)()
     return output
 
 

@@ -118,7 +118,10 @@ def tune_config(key: str, config: Config, work: Callable[[], object], is_right: 
 
 
 def make_tuning_case(key: str) -> tuple[Callable[[], object], Check]:
-    """Return a function that runs the kernel of a configuration's key, and one that checks the kernel's result.
+    """Return a function that runs a kernel, and one that returns whether the kernel's result is correct.
+
+    Args:
+        key: key of the kernel's configuration, see `active_configs`.
 
     Raises:
         UsageError: no workload of the bench uses the configuration.

@@ -40,7 +40,7 @@ class ModelOutputs:
         return replace(self, values=self.values[positions])
 
     def split(self, split_size: int) -> list[Self]:
-        """Split into consecutive parts of at most `split_size` positions."""
+        """Split along the first axis into consecutive parts of at most `split_size` positions."""
         return [replace(self, values=part) for part in self.values.split(split_size)]
 
     @property
@@ -49,17 +49,17 @@ class ModelOutputs:
         return int(self.values.shape[-1])
 
     def logits(self) -> Tensor:
-        """Compute logits in the model's dtype.
+        """Compute logits in the model's dtype, and convert them to float32.
 
         Returns:
-            float32 [..., V] for a vocabulary of V tokens, in memory that the caller may overwrite.
+            [..., V] for a vocabulary of V tokens, a new tensor that the caller may overwrite.
         """
         return self.values.float().clone()
 
     def float32_logits(self) -> Tensor:
         """Compute logits [..., V] of a vocabulary of V tokens in float32, even if the model has another dtype.
 
-        In a 16-bit dtype their rounding errors would be as large as the effects of 8-bit quantization.
+        Computed in a 16-bit dtype, they would have rounding errors as large as the effects of 8-bit quantization.
         """
         return self.values.float()
 
@@ -128,7 +128,7 @@ class LanguageModel(ABC):
     @property
     @abstractmethod
     def max_length(self) -> int:
-        """Length of the model's context in tokens, from the tokenizer if the config has none."""
+        """Length of the model's context in tokens; the tokenizer's maximum length if the config has none."""
 
     @property
     @abstractmethod

@@ -130,7 +130,7 @@ def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, 
     comparison = compare_distributions(sides[0], sides[1], chunks, progress)
     reference, candidate = ({"name": side.name, **side.describe_model()} for side in sides)
     if _is_packed(reference) and not _is_packed(candidate):
-        notes.say("note: the reference has quantized weights and the candidate has not; are they exchanged?")
+        notes.say("note: the reference has quantized weights and the candidate has not; did you swap the two models?")
     if candidate["kind"] == "checkpoint":
         targets = chunks[:, -count_scored_positions(chunks.shape[1]) :].tolist()
         about["calibration"] = calibration_note(open_source(candidate["name"]), targets)

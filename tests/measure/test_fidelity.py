@@ -122,9 +122,9 @@ def test_figures_are_those_of_torch_over_whole_passes(reference, candidate, resu
 def test_a_quantized_reference_and_a_candidate_of_16_bits_may_be_exchanged(reference, candidate, caplog):
     caplog.set_level(logging.INFO, "diffquant.verbs")
     diffquant.fidelity(reference, candidate, **READING)
-    assert "exchanged" not in caplog.text
+    assert "swap" not in caplog.text
     diffquant.fidelity(candidate, reference, **READING)
-    assert "the candidate has not; are they exchanged?" in caplog.text
+    assert "the candidate has not; did you swap the two models?" in caplog.text
 
 
 def test_a_model_is_at_no_distance_from_itself(reference):
@@ -271,7 +271,7 @@ def test_a_server_is_asked_once_how_it_begins_texts(reference, candidate, serve,
 
 def test_tokens_that_a_vocabulary_does_not_have_are_refused():
     class Told(ComparedModel):
-        name, bos_token_id = "", None
+        name, prepended_bos_id = "", None
 
         def __init__(self, name, told):
             self.name, self._told = name, told

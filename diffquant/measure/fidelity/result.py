@@ -39,8 +39,10 @@ class Fidelity(PrintableResult):
         quantiles: quantiles of the positions' KL in nats by name, with 95 % intervals.
         largest: largest KL at any position in nats.
         agreement: fraction of positions where both have the same top-1 token, with its 95 % interval.
-        perplexities: the reference's and the candidate's, or None if a server does not return all tokens.
-        k: k if a server returned only the top-k tokens, which makes the KL a lower bound; otherwise None.
+        perplexities: perplexity of the reference and of the candidate. It is None for a server that did not return
+            the log-probabilities of all tokens of the text.
+        k: number of top tokens that a server returned, which makes the KL a lower bound, or None if both distributions
+            are complete.
         settings: date, commit and versions.
     """
 
@@ -64,7 +66,7 @@ class Fidelity(PrintableResult):
         text: JsonObject,
         settings: JsonObject,
     ) -> "Fidelity":
-        """Compute the statistics of what `compare` returned."""
+        """Compute the statistics from what `compare_distributions` returned."""
         kl, is_same, nll, k = compared
         perplexities = _perplexity(nll[0]), _perplexity(nll[1])
         figures = _mean(kl), _quantiles(kl), float(kl.max()), _share(is_same), perplexities, k
@@ -131,7 +133,7 @@ class Fidelity(PrintableResult):
     def hub_entries(self, dataset: str) -> list[JsonObject]:
         """Return the content of a model's .eval_results/*.yaml, from which the Hugging Face hub shows results.
 
-        It has the mean KL as its value, and all other figures in its notes.
+        The only entry has the mean KL as its value, and all other figures in its notes.
 
         Args:
             dataset: ORG/NAME of the text's dataset on the hub.
@@ -182,7 +184,7 @@ def _quantiles(values: Tensor) -> dict[str, Difference]:
 
 
 def count_interval_groups(chunks: int) -> int:
-    """Return the number of parts into which a text's chunks are grouped; intervals treat each as one observation."""
+    """Return the number of groups into which a text's chunks are divided; intervals treat each group as one value."""
     return min(PARTS, chunks)
 
 
@@ -209,10 +211,13 @@ FILES = RunFiles(NUMBERS, frozenset({"reference", "candidate", "kl", "same_top_t
 
 
 def check_card(model: Path, dataset: str | None) -> None:
-    """Check in advance that `write_to_card` can write, and that diffquant wrote any hub entry that it would replace.
+    """Check in advance that `write_to_card` can write, and that it would replace only a hub entry of diffquant's.
+
+    Args:
+        dataset: see `write_to_card`.
 
     Raises:
-        OutputExistsError: a hub entry exists that diffquant did not write.
+        OutputExistsError: the folder has a hub entry that diffquant did not write.
         UsageError: the folder cannot be written.
     """
     check_writable(model)

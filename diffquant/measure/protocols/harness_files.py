@@ -1,8 +1,8 @@
 """Finds the local files on which a task's YAML file of lm-eval depends, without running anything.
 
-A task depends on the YAML files that it includes, on data files and folders that it names, and, if it names functions,
-on all Python files in its folder. A group depends on all YAML files in its folder. Every file that one of these names
-counts, too. A file too many only means that results are measured again when it changes.
+A task depends on the YAML files that it includes, on the data files and folders in its fields, and, if a field is a
+function, on all Python files in its folder. A group depends on all YAML files in its folder. Files to which any of
+these files refer are included, too. An unnecessary file does little harm: if it changes, results are measured again.
 
 Source: lm-eval 0.4.13, `tasks._yaml_loader` and `tasks._index`; datasets 5.2, `load.load_dataset`.
 """
@@ -42,7 +42,7 @@ class TaskFiles:
     """All inputs of a task, or of a group of tasks.
 
     Attributes:
-        yaml: absolute path of its file.
+        yaml: absolute path of its YAML file.
     """
 
     yaml: Path
@@ -52,7 +52,7 @@ class TaskFiles:
         """The task's or group's name.
 
         Raises:
-            UsageError: the file has none, or cannot be read.
+            UsageError: the YAML file has no name, or cannot be read.
         """
         own = _read_included(self.yaml)
         names = (config.get(key) for key in ("group", "task") for config in own.values())
@@ -62,10 +62,10 @@ class TaskFiles:
         return name
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of 16 hex digits for each file and folder, by its path relative to the task's folder.
+        """Return a digest of 16 hex digits for each input, by its path relative to the folder of the YAML file.
 
         Raises:
-            UsageError: a file cannot be read, or data that the task names do not exist.
+            UsageError: a file cannot be read, or the task's data do not exist.
         """
         inputs = {*self._configs, *self._data[0]} | {
             file for config in self._configs.items() for file in _named(*config)
@@ -80,7 +80,10 @@ class TaskFiles:
             raise UsageError(f"{self.yaml} refers to a file that cannot be read: {error}") from error
 
     def untracked_inputs(self) -> list[str]:
-        """List inputs that are not on this machine, such as a dataset on the hub: changes to them are not noticed."""
+        """Return descriptions of inputs that are not on this machine, such as "the dataset ORG/NAME on the hub".
+
+        Changes to them are not noticed.
+        """
         return self._data[1]
 
     @cached_property

@@ -164,8 +164,9 @@ def make_checked_items(model: LanguageModel, text: str, plan: NeedlePlan) -> lis
 def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan) -> list[NeedleItem]:
     """Make the items of a plan.
 
-    They cycle over depths and lengths, so the first items are balanced, however many are used. Items depend only on
-    the arguments: a plan with more samples, or with its lengths in another order, contains the same items.
+    Items cycle over depths and lengths, so any number of first items covers these about equally. An item depends on the
+    text, the tokenizer, and its own needles, length, depth and sample: a plan with more samples, or with its lengths in
+    another order, contains the same items.
 
     Raises:
         UsageError: the tokenizer can encode too few of the text's sentences, or the needles do not fit.
@@ -181,10 +182,10 @@ def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan
 
 @lru_cache(maxsize=1)  # A sweep's next cell reads the same text.
 def encodable_sentences(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[tuple[str, int]]:
-    """Return a text's sentences in order with their token counts, without those that the tokenizer cannot encode.
+    """Return the sentences of a text that the tokenizer can encode, in order, each with its number of tokens.
 
     Raises:
-        UsageError: too few are left.
+        UsageError: the tokenizer can encode too few sentences.
     """
     in_text = split_sentences(text)
     encoded = tokenizer([f" {s}" for s in in_text], add_special_tokens=False)["input_ids"]
@@ -265,7 +266,7 @@ def needle_sentence(city: str, number: str) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences, each on one line, with straight apostrophes."""
+    """Split a text into sentences, replacing line breaks by spaces and curly apostrophes by straight ones."""
     return [s for s in _SENTENCE_END.split(" ".join(text.replace("’", "'").split())) if s]
 
 
