@@ -131,7 +131,7 @@ def _fold_line(line: str, columns: int) -> str:
 
 
 class PrintableResult:
-    """A result whose `str` is what the command prints; its `repr` is the first line of that."""
+    """A result whose `str` is the text that the command prints, and whose `repr` has the first line of this text."""
 
     def summary(self) -> str:
         """Summarize the result for people in a few lines."""

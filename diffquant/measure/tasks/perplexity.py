@@ -152,9 +152,10 @@ def compute_perplexity(
 
     Returns:
         The details of a task's result. "perplexity" is the exponential of the mean loss in nats, "bits_per_byte" the
-        loss per byte of the text. "kl" is the mean KL(reference ‖ model) of the next-token distributions in nats, or
-        None if there is no reference. "tokens" is the number of predicted tokens, "text_bytes" that of bytes.
-        "tokens_by_window", "nll_by_window" and "kl_by_window" have each window's number of predicted tokens and means.
+        loss in bits per byte of the text. "kl" is the mean KL(reference ‖ model) of the next-token distributions in
+        nats, or None if there is no reference. "tokens" is the number of predicted tokens, "text_bytes" the text's
+        length in bytes. "tokens_by_window", "nll_by_window" and "kl_by_window" are lists with each window's number of
+        predicted tokens, mean loss and mean KL; the last list is empty if there is no reference.
 
     Raises:
         UsageError: the text is too short, or window and stride do not fit (see `check_text_windows`).
