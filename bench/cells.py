@@ -84,8 +84,7 @@ class BenchResult:
 
     Attributes:
         environment: device, versions, date, commit.
-        machine: measured speeds, "copy" in bytes per second and "matmul" in operations per second by dtype; and
-            "cache", the size of the largest cache in bytes, if the system reports it.
+        machine: speeds of the machine and the size of its cache, from `measure_roofline`.
         settings: options of the run.
         cells: measurements, ordered by section.
     """

@@ -23,11 +23,11 @@ _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def measure_roofline(device: str, dtypes: list[str]) -> dict[str, dict[str, float]]:
-    """Measure the speeds of this machine; the best of three counts.
+    """Measure the speeds of a device; each is the best of three measurements.
 
     Returns:
-        "copy": bytes read and written per second; "matmul": operations per second by dtype; "cache": size of the
-        largest cache in bytes, if the system reports it.
+        "copy" has the bytes read and written per second, under "bytes a second"; "matmul" has operations per second by
+        dtype; "cache" has the size of the largest cache, under "bytes", if the system reports it.
     """
     data = torch.ones(_COPY_BYTES[device] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(data)

@@ -32,7 +32,9 @@ Check = Callable[[], bool]
 
 
 def tune(path: Path, device: str, progress: Progress = report_nothing) -> str:
-    """Tune every kernel configuration of this device, field by field, and write faster ones; return a summary.
+    """Tune every kernel configuration of this device, and write the faster ones to a file.
+
+    Return a summary with a line for each configuration.
 
     Args:
         path: JSON file to write.
@@ -90,7 +92,7 @@ def list_neighbour_values(config: Config, field: str) -> Iterator[int]:
 
 
 def tune_config(key: str, config: Config, work: Callable[[], object], is_right: Check) -> tuple[float, float, Config]:
-    """Tune one configuration; values that fail or give wrong results are skipped.
+    """Tune the fields of one configuration, one after another; values that fail or give wrong results are skipped.
 
     Args:
         key: key of the configuration.

@@ -80,7 +80,8 @@ class Comparison:
         n: number of items.
         before, after: mean over the items of each outcome.
         difference: mean of the paired differences after - before, with its 95 % interval.
-        gained, lost: ids of items that became right, and that became wrong, or None if items are not right or wrong.
+        gained, lost: ids of the items that became right and of those that became wrong. Both are None if values are
+            not 0 or 1.
     """
 
     outcomes: tuple[Outcome, Outcome]

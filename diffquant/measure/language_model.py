@@ -112,7 +112,7 @@ class LanguageModel(ABC):
 
     @property
     def has_cache(self) -> bool:
-        """Whether the model can continue from a cache."""
+        """Whether the model has a KV cache from which it can continue sequences."""
         return True
 
     @property
@@ -141,24 +141,25 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> ModelOutputs:
-        """Run the model on new tokens and return its states at each of them.
+        """Run the model on T new tokens of B sequences, and return its outputs [B, T, W] at each of them.
 
         Args:
-            ids: [B, T] new tokens.
-            mask: [B, S] over cached and new tokens, 0 at padding, or None if there is no padding.
-            cache: a cache from `new_cache`, extended in place, or None to keep nothing.
-
-        Returns:
-            States of [B, T] positions.
+            ids: ids of the new tokens, [B, T].
+            mask: mask [B, S] of the S cached and new tokens, 0 at padding and 1 elsewhere, or None if there is no
+                padding.
+            cache: a cache from `new_cache`, which is extended in place, or None to use none.
         """
 
     @abstractmethod
     def generate(
         self, prompt: Sequence[int], new_tokens: int, stops: Sequence[str], sampling: Mapping[str, object]
     ) -> list[int]:
-        """Return the token ids that follow a prompt, up to a stop string or at most `new_tokens`.
+        """Generate the token ids that follow a prompt.
 
         Args:
+            prompt: the prompt's token ids.
+            new_tokens: largest number of tokens to generate.
+            stops: strings after which generation ends.
             sampling: options of transformers' `generate`; empty for greedy decoding.
 
         Raises:

@@ -48,7 +48,8 @@ def score(
 
     Args:
         batch_tokens: largest number of tokens per pass, cached context and padding included; bounds memory.
-        watch: called with the states from which the scores are computed; see `Watch`.
+        watch: called with the outputs that predict continuation tokens, and with the index of each one's request; see
+            `Watch`.
 
     Returns:
         For each continuation its summed log-probability, and whether greedy decoding would produce it.

@@ -115,7 +115,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def install_command(extra: str = "") -> str:
-    """Return the pip command that adds an extra, or all requirements, to this installation."""
+    """Return the pip command that adds an extra to this installation, or all requirements if `extra` is empty."""
     project = _project_file()
     what = (str(project.parent) if project.is_file() else _origin() or "diffquant") + (f"[{extra}]" if extra else "")
     return f"pip install {'-e ' if project.is_file() else ''}{shlex.quote(what)}"

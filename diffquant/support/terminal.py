@@ -91,7 +91,7 @@ def terminal_width(stream: TextIO) -> int | None:
 
 
 def fit_to_terminal(text: str, stream: TextIO) -> str:
-    """Wrap lines that are too long for a stream's terminal, indented by two columns."""
+    """Wrap lines that are too long for a stream's terminal; continuation lines are indented by two columns."""
     columns = terminal_width(stream)
     if columns is None:
         return text

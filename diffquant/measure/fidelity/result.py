@@ -33,10 +33,10 @@ class Fidelity(PrintableResult):
     """KL divergence and top-1 agreement of a candidate's next-token distributions with a reference's.
 
     Attributes:
-        reference, candidate: the compared models, each as plain data with its `name`.
+        reference, candidate: descriptions of the compared models as plain data, each with a `name`.
         text: the text's name, digest and sizes, and how much of it the candidate was calibrated on.
         mean: mean KL(reference ‖ candidate) in nats, with its 95 % interval.
-        quantiles: quantiles of the positions' KL in nats by name, with 95 % intervals.
+        quantiles: quantiles of the KL over all positions in nats, by name, with 95 % intervals.
         largest: largest KL at any position in nats.
         agreement: fraction of positions where both have the same top-1 token, with its 95 % interval.
         perplexities: perplexity of the reference and of the candidate. It is None for a server that did not return

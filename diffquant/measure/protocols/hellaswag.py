@@ -47,7 +47,7 @@ class HellaSwagItem:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that change with anything a score depends on."""
+        """Digest of the query, the endings and the label, 16 hex digits."""
         text = json.dumps([self.query, self.endings, self.label])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -65,9 +65,10 @@ def evaluate_hellaswag(
         reference: states of another model, from `compute_reference`.
 
     Returns:
-        The choices by log-probability per character (acc_norm). In the details, an item's margin is the log-probability
-        per character of its right ending minus that of the likeliest wrong one, in nats; its KL is the mean
-        KL(reference ‖ model) over the tokens of its right ending, in nats.
+        The result by metric acc_norm: an item's choice is the ending with the largest log-probability per character. In
+        the details, an item's margin is the log-probability per character of its right ending minus that of the
+        likeliest wrong one, in nats. Its KL, present if there is a reference, is the mean KL(reference ‖ model) over
+        the tokens of its right ending, in nats.
     """
     requests = _requests(model.tokenizer, model.max_length, model.vocabulary_size, tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
@@ -206,7 +207,7 @@ def _without_brackets(line: str) -> str:
 
 
 def hellaswag_digest(items: Iterable[HellaSwagItem]) -> str:
-    """Compute a digest that changes with any item and with their order."""
+    """Compute a digest of the items in their order, 16 hex digits."""
     return hashlib.sha256(" ".join(item.digest for item in items).encode()).hexdigest()[:16]
 
 

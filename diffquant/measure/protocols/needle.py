@@ -134,7 +134,10 @@ def compute_accuracy_grid(items: Iterable[NeedleItem], retrieved: Iterable[float
     """Compute the mean accuracy at each prompt length and depth, the grid of figure 5.
 
     Args:
-        retrieved: fraction of each item's queries that were answered rightly.
+        retrieved: fraction of each item's queries that were answered correctly.
+
+    Returns:
+        An object with length, depth, accuracy (from 0 to 1) and n, the number of items, for each cell of the grid.
     """
     cells: dict[tuple[int, float], list[float]] = {}
     for item, share in zip(items, retrieved, strict=True):
@@ -271,7 +274,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def needle_digest(items: Iterable[NeedleItem]) -> str:
-    """Compute a digest that changes with any item and with their order."""
+    """Compute a digest of the items in their order."""
     lines = (json.dumps([item.context, item.asked, item.depth, item.length]) for item in items)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

@@ -54,8 +54,10 @@ class ResultView:
         """Print a result.
 
         Args:
-            error_text: message of the error that is raised next, which is not printed twice, or None if there is no
-                error.
+            given: the verb's arguments by name.
+            as_json: whether to print JSON, if the verb has JSON output.
+            error_text: message of the error that is raised next, or None if there is no error. A result with this text
+                is not printed.
             is_detailed: whether --details was given.
         """
         clear_line()
