@@ -94,7 +94,7 @@ class Cell:
         result: result of the task, or None if it failed or was not measured.
         error: error message if the measurement failed, otherwise None.
         key: everything that the result depends on, as plain data; a hash of it names the cell's files. In a cell that
-            was read from sweep.json, the key has only "code", a digest of the code (None if the file is old).
+            was read from sweep.json, the key has only "code", a digest of the code, or None if the file is old.
         folder: folder that holds the files of all cells.
     """
 

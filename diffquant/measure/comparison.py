@@ -80,8 +80,8 @@ class Comparison:
         n: number of items.
         before, after: mean over the items of each outcome.
         difference: mean of the paired differences after - before, with its 95 % interval.
-        gained, lost: ids of the items that became right and of those that became wrong. Both are None if values are
-            not 0 or 1.
+        gained, lost: ids of the items that became right and of those that became wrong, or None if values are not 0
+            or 1.
     """
 
     outcomes: tuple[Outcome, Outcome]
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def p_value(self) -> float | None:
-        """P-value of McNemar's exact test that gains and losses are equally likely; None if `gained` is None."""
+        """P-value of McNemar's exact test that gains and losses are equally likely, or None if `gained` is None."""
         return None if self.gained is None or self.lost is None else mcnemar_p_value(len(self.gained), len(self.lost))
 
     @property

@@ -110,7 +110,7 @@ class Metric:
         label: label of its axis in plots; empty if it is not drawn.
         estimate: function from the two results to the number with its 95 % interval, or to None. An unknown interval
             has width zero.
-        words: function from a change to words, such as "-5.8 points [-10.4, -1.1]"; None for a score.
+        words: function from a change to words, such as "-5.8 points [-10.4, -1.1]", or None if the metric is a score.
         is_log: whether its axis is logarithmic; such a number is never negative.
         required_detail: the column is shown only if `details` of some result has this key; empty to show it always.
     """

@@ -39,8 +39,8 @@ class Fidelity(PrintableResult):
         quantiles: quantiles of the KL over all positions in nats, by name, with 95 % intervals.
         largest: largest KL at any position in nats.
         agreement: fraction of positions where both have the same top-1 token, with its 95 % interval.
-        perplexities: perplexity of the reference and of the candidate. It is None for a server that did not return
-            the log-probabilities of all tokens of the text.
+        perplexities: perplexity of the reference and of the candidate, or None if the model is a server that did not
+            return the log-probabilities of all tokens of the text.
         k: number of top tokens that a server returned, which makes the KL a lower bound, or None if both distributions
             are complete.
         settings: date, commit and versions.

@@ -140,7 +140,7 @@ def measure_all(run: Run, progress: Progress = report_nothing, device: str | Non
     """Measure a run's cells in this process; cells that other sweeps are measuring come last.
 
     Args:
-        device: device to use, or None for the planned one.
+        device: device to use; by default the one that the run was planned with.
 
     Raises:
         DiffQuantError: the folder of the cells is gone.

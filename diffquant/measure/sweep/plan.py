@@ -48,7 +48,8 @@ def plan_sweep(
 
     Args:
         folder: folder of the cells.
-        runtime_of: returns a model's runtime, or None for a checkpoint; itself None if all models are checkpoints.
+        runtime_of: returns the runtime for an exported folder, or None if the path is a checkpoint; needed only if
+            there are exported folders.
 
     Returns:
         The planned sweep, and the settings that its result records in addition to the cells.

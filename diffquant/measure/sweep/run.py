@@ -54,8 +54,8 @@ def run_sweep(
     Args:
         models: checkpoints and exported folders. A folder is one row, compared with the checkpoint it was made
             from if that is in the sweep.
-        runtime_of: returns the runtime for an exported folder, or None for a checkpoint; needed only if there are
-            exported folders.
+        runtime_of: returns the runtime for an exported folder, or None if the path is a checkpoint; needed only if
+            there are exported folders.
         engine: function that measures the cells; by default in this process.
         on_plan: called with a description of the work before anything is written; an exception that it raises ends the
             sweep.
@@ -159,8 +159,8 @@ def evaluate(
         recipe: recipe to simulate; by default the one that a quantized checkpoint records.
         options: tasks and their options, dtype, device and scales; bits, targets, granularities and recipes are
             ignored.
-        runtime_of: returns the runtime for an exported folder, or None for a checkpoint; needed only for an exported
-            folder.
+        runtime_of: returns the runtime for an exported folder, or None if the path is a checkpoint; needed only if
+            `path` is an exported folder.
 
     Returns:
         Results by the task's name.

@@ -53,14 +53,14 @@ class Subject(Protocol):
         """Return a copy with separate weights and the same results.
 
         Args:
-            device: another device of the same kind, such as "cuda:1", or None for the same device.
+            device: another device of the same kind, such as "cuda:1", or None to keep the device.
         """
 
     def compute_reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> ModelOutputs | None:
         """Return the 16-bit model's outputs, with which a task compares the outputs under a recipe.
 
-        Return None if there is no comparison: the recipe is empty, the task needs no outputs, or there is no 16-bit
-        model.
+        It returns None when nothing is compared: the recipe is empty, the task needs no outputs, or the sweep has no
+        16-bit model.
         """
 
     def measure(
@@ -69,7 +69,7 @@ class Subject(Protocol):
         """Run a task, and return the result with its time and stored sizes.
 
         Args:
-            recipe: recipe to simulate, or None for the one that the model records.
+            recipe: recipe to simulate, or None to use the one that the model records.
             reference: result of `compute_reference`.
 
         Raises:

@@ -39,7 +39,7 @@ class Harness(Task):
 
     Attributes:
         task: name of a task in lm-eval, or path of the YAML file of a task or a group of tasks.
-        limit: number of items of each subtask, or None for all.
+        limit: number of items of each subtask, or None to take all.
     """
 
     kind: ClassVar = "lm-eval"

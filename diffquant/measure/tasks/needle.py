@@ -106,7 +106,7 @@ class Needle(Task):
     Attributes:
         text: prose in which the numbers are hidden.
         plan: settings that determine the items.
-        limit: number of items to measure, or None for all.
+        limit: number of items to measure, or None to take all.
     """
 
     kind: ClassVar = "needle"
