@@ -14,7 +14,7 @@ from diffquant.support.names import first_few
 from diffquant.support.plain_data import JsonObject, parse_json, plain_data_digest
 
 # Fields of a task's identity that do not determine its items.
-_NOT_ASKED = ("name", "batch_tokens")
+_NOT_ITEM_SETTINGS = ("name", "batch_tokens")
 
 
 PERCENT, MARGIN, _NLL, _PLAIN = "%", "nats per 100 characters", "nats per token", ""
@@ -117,7 +117,7 @@ def make_outcome(name: str, task: str, identity: JsonObject, result: TaskResult)
         identity: result of `Task.identity`, which determines the items.
     """
     details = result.details
-    item_settings = {field: value for field, value in identity.items() if field not in _NOT_ASKED}
+    item_settings = {field: value for field, value in identity.items() if field not in _NOT_ITEM_SETTINGS}
     # Needles and windows depend on the tokenizer, which the identity does not name.
     item_settings |= {"needles": details["items"]} if "items" in details else {}
     scores: dict[str, Scores] = {}

@@ -121,7 +121,7 @@ class ComparedModel(ABC):
     @property
     @abstractmethod
     def prepended_bos_id(self) -> int | None:
-        """Id of the BOS token that the tokenizer puts before every text, or None if it puts none there."""
+        """Id of the BOS token that the tokenizer puts before every text, or None if it does not put one there."""
 
     @abstractmethod
     def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:

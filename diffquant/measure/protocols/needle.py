@@ -167,9 +167,9 @@ def make_checked_items(model: LanguageModel, text: str, plan: NeedlePlan) -> lis
 def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan) -> list[NeedleItem]:
     """Make the items of a plan.
 
-    Items cycle over depths and lengths, so any number of first items covers these about equally. An item depends on the
-    text, the tokenizer, and its own needles, length, depth and sample: a plan with more samples, or with its lengths in
-    another order, contains the same items.
+    Items cycle over depths and lengths, so any number of first items covers these about equally. An item depends
+    only on the tokenizer, the text, the plan's seed and numbers of needles, and its own length, depth and sample
+    number. So a plan with more samples, or with its lengths in another order, contains the same items.
 
     Raises:
         UsageError: the tokenizer can encode too few of the text's sentences, or the needles do not fit.

@@ -165,7 +165,7 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
     """Check that nothing would change the precision of an exported model, which is fixed.
 
     Raises:
-        UsageError: a recipe is given, or the options have a dtype, an attention backend or scales.
+        UsageError: a recipe is given, or the options set a dtype, an attention backend or scales.
     """
     if recipe is not None or (options.dtype, options.attention, options.scales) != ("auto", "auto", ()):
         raise UsageError(

@@ -84,7 +84,7 @@ class Harness(Task):
         """Run the task, and return all of its metrics.
 
         The score is the first of acc_norm, acc, exact_match, f1 and word_perplexity that the task has, computed with
-        the task's first filter of lm-eval. `values` has the score of each item.
+        the task's first filter of lm-eval. `values` has it for each item, if lm-eval computes it for single items.
 
         Raises:
             MissingDependencyError: lm-eval is not installed.
