@@ -184,7 +184,7 @@ _FIRST_ITEMS, _MOST_ITEMS, _CHARACTERS = 4, 200, 4000
 
 
 def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> Path:
-    """Convert a checkpoint to DIFF V2, quantize and export it, and generate text; return the folder before quantizing.
+    """Convert a checkpoint to DIFF V2, quantize and export it, and generate text; return the DIFF V2 folder.
 
     Args:
         weights: GGUF file to convert.
