@@ -26,9 +26,10 @@ class BenchCell:
         values: a measurement per repeat; empty if the path could not be measured.
         baseline: path of the same workload with which this one is compared.
         missing: reason why there are no values.
-        error, tolerance: relative error against `naive` on the same shapes, and the largest allowed.
+        error, tolerance: relative error against attention backend `naive` on the same shapes, and the largest allowed
+            error.
         peak_bytes: peak memory in addition to what was allocated before; for whole programs, all of it.
-        length: context length in tokens, for plots, if it applies.
+        length: context length in tokens, for plots, or None if there is no context.
         facts: further numbers by name.
     """
 
@@ -78,8 +79,7 @@ class BenchResult:
 
     Attributes:
         environment: device, versions, date, commit.
-        machine: measured speeds, "copy" in bytes per second and "matmul" in operations per second by dtype; and
-            "cache", the size of the largest cache in bytes, if the system reports it.
+        machine: speeds of the machine and the size of its cache, from `measure_roofline`.
         settings: options of the run.
         cells: measurements, ordered by section.
     """
@@ -89,7 +89,7 @@ class BenchResult:
     cells: tuple[BenchCell, ...]
 
     def ratio(self, cell: BenchCell) -> float | None:
-        """Return how many times better a cell's median is than its baseline's, or None if either has no values."""
+        """Return how many times better a cell's median is than that of its baseline, or None if either is missing."""
         key = (cell.section, cell.workload, cell.baseline, cell.unit)
         return cell.times_better(next((other for other in self.cells if other.key == key), None))
 
@@ -129,7 +129,7 @@ def parse_cell(entry: dict[str, Any]) -> BenchCell:
 
 
 def find_changes(old: BenchResult, new: BenchResult) -> list[tuple[float, BenchCell, BenchCell]]:
-    """Find cells whose repeats do not overlap and whose medians differ by more than 5 %.
+    """Find cells whose medians differ by more than 5 %, and whose ranges of values do not overlap.
 
     Returns:
         For each changed cell, how many times better the new median is, the old cell, and the new cell; the largest

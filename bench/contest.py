@@ -70,8 +70,8 @@ class PeerComparison:
     def run(self, workloads: Sequence[Workload], progress: Progress = report_nothing) -> list[BenchCell]:
         """Measure every peer on every workload.
 
-        A peer that cannot run a workload, or whose result differs from `naive`'s, is not timed; its cell's `missing` is
-        the reason.
+        A peer is not timed if it cannot run a workload, or if its result differs from that of attention backend
+        `naive` by more than the tolerance. The reason is in its cell's `missing`.
         """
         cells: list[BenchCell] = []
         for done, work in enumerate(workloads):
@@ -125,7 +125,12 @@ class PeerComparison:
             return replace(cell, values=(), missing=f"its peak memory could not be measured: {format_error(error)}")
 
     def measure_peak_memory(self, name: str, work: Workload, threads: int) -> int:
-        """Measure the peak memory of a peer's call in bytes, without its inputs; `threads` is for torch on the CPU."""
+        """Measure the peak memory of a peer's call in bytes, without its inputs.
+
+        Args:
+            name: name of the peer.
+            threads: number of torch's threads on the CPU.
+        """
         if self.device == "cuda":
             peer = self.select_peers()[name]
             with torch.inference_mode():
@@ -143,7 +148,14 @@ def _fresh_processes() -> BaseContext:
 
 @torch.inference_mode()
 def measure_resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
-    """Measure the peak memory of a peer's call on the CPU in bytes, without its inputs; needs a new process."""
+    """Measure the peak memory of a peer's call on the CPU in bytes, without its inputs.
+
+    Call it in a new process, because it changes how the process allocates memory.
+
+    Args:
+        section, name: section and name of the peer.
+        threads: number of torch's threads.
+    """
     allocate_separate_pages()
     torch.set_num_threads(threads)
     peer = SECTIONS[section][name]
@@ -158,15 +170,16 @@ def _bound(peer: Peer, call: AttentionCall) -> Callable[[], Any]:
 
 
 def tolerance(peer: Peer, dtype: torch.dtype) -> float:
-    """Return the largest relative error against `naive` with which a peer is timed."""
+    """Return the largest relative error against `naive` that a peer may have; with a larger one it is not timed."""
     return peer.tolerance or TOLERANCES[dtype] + (_SIMULATED_SLACK if peer.logits.quantizes else 0.0)
 
 
 def relative_error(peer: Peer, call: AttentionCall) -> float:
-    """Return the relative error ||peer - naive|| / ||naive|| of a call's first and last queries.
+    """Return the relative error ||peer - naive|| / ||naive|| of a peer's output for a call's first and last queries.
 
-    A few queries suffice, so that `naive` need not compute whole maps; they can be computed separately because
-    quantized logits have a scale per row. The error is infinite if the output has NaN, infinity or a wrong shape.
+    Only a few queries are compared, so that `naive` need not compute whole maps. They can be computed separately
+    because quantized logits have a scale per row. The error is infinite if the peer's output has NaN, infinity or a
+    wrong shape.
     """
     out = peer.attention(call)
     if out.shape != (*call.q[0].shape[:3], call.v.shape[-1]) or not bool(out.isfinite().all()):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diffquant.attention import BACKENDS
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
-from diffquant.benchmarks.workloads import CallWithState, Workload, get_held_object, make_differential_call
+from diffquant.benchmarks.workloads import CallWithState, Workload, get_peer_state, make_differential_call
 from diffquant.family.call import AttentionCall
 from diffquant.recipe import Recipe
 
@@ -20,7 +20,7 @@ RECIPES = {
 
 
 def make_unpacked_peer(bits: int) -> Peer:
-    """Make a peer that dequantizes the whole cache, of this many bits, with torch and then runs FlashDiffAttn_2."""
+    """Make a peer that dequantizes a whole cache of `bits` bits with torch, and then runs FlashDiffAttn_2."""
 
     def make(work: Workload, device: str) -> AttentionCall:
         from diffquant.model.cache import PackedLayer
@@ -31,7 +31,7 @@ def make_unpacked_peer(bits: int) -> Peer:
         return _held_call(call, layer, layer.stored_keys.read(), layer.stored_values.read())
 
     def attention(call: AttentionCall) -> Tensor:
-        layer = get_held_object(call)
+        layer = get_peer_state(call)
         now = _held_call(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
 
@@ -39,7 +39,7 @@ def make_unpacked_peer(bits: int) -> Peer:
 
 
 def make_fused_peer(bits: int) -> Peer:
-    """Make a peer that runs the fused decode kernel on a cache of this many bits."""
+    """Make a peer that runs the fused decode kernel on a cache of `bits` bits."""
 
     def make(work: Workload, device: str) -> AttentionCall:
         call = make_differential_call(work, device)
@@ -52,7 +52,7 @@ def make_fused_peer(bits: int) -> Peer:
         return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
 
     def attention(call: AttentionCall) -> Tensor:
-        return decode_attention(call, get_held_object(call))
+        return decode_attention(call, get_peer_state(call))
 
     return Peer(attention, make, missing=missing, facts=_facts)
 
@@ -60,23 +60,23 @@ def make_fused_peer(bits: int) -> Peer:
 def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> CallWithState:
     shared = call.k[0] is call.k[1]
     k = [keys] * 2 if shared else list(keys.chunk(2, 1))
-    return CallWithState(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, held=cache)
+    return CallWithState(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, state=cache)
 
 
 def _facts(call: AttentionCall) -> dict[str, float]:
-    return {"cache bytes": float(call.held.nbytes)} if isinstance(call, CallWithState) else {}
+    return {"cache bytes": float(call.state.nbytes)} if isinstance(call, CallWithState) else {}
 
 
 def join_key_heads(call: AttentionCall) -> Tensor:
-    """Return a call's keys in the order of a cache, [batch, key heads, tokens, width].
+    """Return a call's keys in one tensor, as a cache stores them, [batch, key heads, tokens, width].
 
-    In V1 the keys of the first maps come before those of the second; in V2 both maps share them.
+    In V1 the keys of all first maps come before those of all second maps; in V2 both maps share their keys.
     """
     return call.k[0] if call.k[0] is call.k[-1] else torch.cat(tuple(call.k), 1)
 
 
 def fill_store(call: AttentionCall, recipe: Recipe) -> Any:
-    """Return the decode kernel's cache, filled with a call's keys and values."""
+    """Return a `KVStore`, the decode kernel's cache, filled with a call's keys and values."""
     from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.kv_store import KVStore
 
@@ -87,7 +87,11 @@ def fill_store(call: AttentionCall, recipe: Recipe) -> Any:
 
 
 def decode_attention(call: AttentionCall, store: Any) -> Tensor:
-    """Run the decode kernel on a call's queries and a cache; return the output [batch, pairs, tokens, value width]."""
+    """Run the decode kernel on a call's queries and a cache; return the output [batch, pairs, tokens, value width].
+
+    Args:
+        store: the cache, from `fill_store`.
+    """
     from diffquant.kernels.cache.decode import decode as run
 
     return run(call.q, store, call.lam, scale=call.scale)

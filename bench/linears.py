@@ -45,7 +45,7 @@ def _ours(bits: int) -> Make:
 
 
 def pack_weight_for_kernels(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
-    """Quantize and pack a weight [out, in] for the linear kernels, with a scale per `group` columns of a row.
+    """Quantize and pack a weight [out, in] for the linear kernels, with a scale for each `group` columns of a row.
 
     Returns:
         The packed weight, and its dequantized values [out, in] in float32.
@@ -62,7 +62,11 @@ def pack_weight_for_kernels(weight: Tensor, bits: int, group: int) -> tuple[Any,
 
 
 def multiply_packed(x: Tensor, weight: Any) -> Tensor:
-    """Multiply x [tokens, in] with a transposed packed weight [out, in]; return [tokens, out]."""
+    """Multiply x [tokens, in] with the transpose of a weight [out, in]; return [tokens, out].
+
+    Args:
+        weight: the weight, from `pack_weight_for_kernels`.
+    """
     from diffquant.kernels.linear.linear import linear
 
     return linear(x, weight)
@@ -88,7 +92,7 @@ def run_linears(
 
     Args:
         models: models whose sizes are used.
-        tokens: numbers of rows of the input to measure with.
+        tokens: numbers of tokens to measure with; an input has one row per token.
         dtype: name of the torch dtype of inputs and dense weights.
         device: "cpu" or "cuda".
         repeats: number of timed repeats of each path.

@@ -38,8 +38,9 @@ def make_timer(work: Work, device: str = "cpu", *, graph: bool = False) -> Calla
     """Warm up a call, and return a function that repeats it for a few milliseconds and returns the time per call in ms.
 
     Args:
-        device: "cpu" or "cuda", which is timed by CUDA events.
-        graph: replay the call as a CUDA graph, without the host's launch overhead.
+        work: the call to time.
+        device: "cpu", or "cuda" for timing with CUDA events.
+        graph: whether to replay the call as a CUDA graph, without the host's launch overhead.
 
     Raises:
         UsageError: `graph` is true and the device is the CPU.
@@ -55,7 +56,7 @@ def make_timer(work: Work, device: str = "cpu", *, graph: bool = False) -> Calla
 
 
 def run_in_turns(calls: Mapping[Name, Callable[[], Turn]], repeats: int) -> dict[Name, list[Turn]]:
-    """Run all calls alternately, A B A B, `repeats` times each; return the list of each call's results by name."""
+    """Run all calls alternately, A B A B, `repeats` times each; return a list of results for each call, by name."""
     turns: dict[Name, list[Turn]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
@@ -111,7 +112,7 @@ def _capture(work: Work) -> Work:
 
 
 def measure_resident_bytes(process: int | str = "self") -> tuple[int, int]:
-    """Return the peak and the current memory of a process in bytes; zeros if the process has ended.
+    """Return the peak and the current memory of a process in bytes; both are 0 for a zombie process.
 
     Returns:
         The peak resident set size, mapped files included, and the current resident set size without mapped files.
@@ -124,7 +125,11 @@ def measure_resident_bytes(process: int | str = "self") -> tuple[int, int]:
 
 
 def parse_status_bytes(status: str, name: str) -> int:
-    """Return the size in bytes that a line of the text of /proc/PID/status gives; 0 if there is no such line."""
+    """Return a size in bytes from the text of a /proc/PID/status file; 0 if it has no such line.
+
+    Args:
+        name: name of the line, such as "VmHWM".
+    """
     values = (line.split()[1] for line in status.splitlines() if line.startswith(name + ":"))
     return 1024 * int(next(values, "0"))
 

@@ -28,10 +28,10 @@ class Peer:
     Attributes:
         attention: function to time.
         make: makes the call that `attention` computes, for a workload and a device.
-        logits: scheme of logits that `naive` must use too when results are compared.
-        tolerance: largest relative error against `naive`, for peers that quantize; by default the dtype's.
+        logits: scheme of its logits, which backend `naive` also uses when results are compared.
+        tolerance: largest allowed relative error against `naive`, for peers that quantize; by default the dtype's.
         missing: returns the reason why the peer cannot run a call, or None if it can.
-        facts: returns further numbers of a call by name.
+        facts: returns further numbers about a call, by name, for `BenchCell.facts`.
     """
 
     attention: Attention

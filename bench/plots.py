@@ -28,7 +28,11 @@ def plot_names(section: str) -> tuple[str, str]:
 
 
 def plots(result: BenchResult) -> dict[str, tuple[str, Any, Tips]]:
-    """Plot every section whose cells have lengths; return each plot's title, figure and tooltips by its name."""
+    """Plot every section whose cells have lengths.
+
+    Returns:
+        Title, figure and tooltips of each plot, by its name in `plot_names`.
+    """
     drawn: dict[str, tuple[str, Any, Tips]] = {}
     for section in dict.fromkeys(cell.section for cell in result.cells):
         cells = [cell for cell in result.cells if cell.section == section and cell.values and cell.length]

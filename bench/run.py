@@ -34,8 +34,8 @@ class BenchOptions:
         sections: names of the sections to run.
         device: "cpu" or "cuda"; "auto" becomes one of them.
         models: names in `workloads.MODELS`; `DEFAULT_MODELS` by default.
-        lengths, batches: context lengths in tokens and batch sizes of attention; decoding's contexts are four times as
-            long.
+        lengths: context lengths in tokens for attention; contexts for decoding are four times as long.
+        batches: batch sizes.
         dtype: name of the torch dtype; by default float32 on the CPU and bfloat16 on CUDA.
         repeats: number of timed repeats of each path.
         peers: names of the peers of attention and decoding to run; all by default.
@@ -70,7 +70,15 @@ class BenchOptions:
         return self.dtype or _DEFAULT_DTYPES[self.device]
 
     def workloads(self, context_factor: int) -> list[Workload]:
-        """Return the workloads: prefill if the factor is 1, else decoding a token at contexts longer by the factor."""
+        """Return a workload for every model, batch size and length of the options.
+
+        Args:
+            context_factor: 1 for prefill of `lengths` tokens; otherwise for decoding one token with contexts of
+                `context_factor` times `lengths` tokens.
+
+        Raises:
+            UsageError: a model or the dtype is unknown.
+        """
         made = [
             Workload(
                 find_model(name),
@@ -89,8 +97,8 @@ class BenchOptions:
     def peers_of(self, section: str) -> tuple[str, ...]:
         """Return the names in `peers` that a section should run.
 
-        If several sections with peers run, peers that only another section has are left out. Unknown names are kept, so
-        that `PeerComparison` refuses them.
+        If several sections that have peers run, names of other sections' peers are left out. Unknown names are kept, so
+        that `PeerComparison` raises an error about them.
         """
         if len(contest.SECTIONS.keys() & set(self.sections)) == 1:
             return self.peers
@@ -148,7 +156,7 @@ def run_bench(
     progress: Progress = report_nothing,
     settings: Mapping[str, Any] | None = None,
 ) -> BenchResult:
-    """Run the sections that the options name, and write bench.json; a failed section has one cell with the reason.
+    """Run the sections in the options, and write bench.json; a failed section has one cell with the reason.
 
     Finished parts are stored in a journal: an interrupted run with the same options and versions resumes from it. A
     complete run deletes the journal.
@@ -162,7 +170,7 @@ def run_bench(
 
     Raises:
         UsageError: the options have an unknown section.
-        OutputExistsError: the folder has files with a bench's names that no bench wrote.
+        OutputExistsError: a file that the bench would replace was not written by a bench.
         KeyboardInterrupt: the run was interrupted; the message says how to resume it.
     """
     unknown = [name for name in options.sections if name not in sections]

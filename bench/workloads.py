@@ -23,8 +23,10 @@ class Model:
         name: name in `MODELS` and in reports.
         hidden: hidden size.
         layers: number of layers.
-        pairs, kv_pairs: numbers h and h_kv of pairs and KV pairs.
-        width, value_width: widths d and dv of a key and a value.
+        pairs: number h of head pairs.
+        kv_pairs: number of KV pairs; smaller than `pairs` if several pairs share keys and values.
+        width: width d of a query or key.
+        value_width: width dv of a value.
         inner: intermediate size of the MLP.
         vocabulary: vocabulary size.
     """
@@ -87,7 +89,7 @@ def find_model(name: str) -> Model:
 
 @dataclass(frozen=True)
 class Workload:
-    """Attention of a batch in which the last `queries` of `keys` tokens are new.
+    """Shape of an attention call: a batch of sequences with `keys` tokens, the last `queries` of which are new.
 
     Attributes:
         model: sizes of the model.
@@ -126,21 +128,21 @@ class CallWithState(AttentionCall):
     """An attention call with an object that its peer needs in order to compute it.
 
     Attributes:
-        held: a cache, or a function that runs a module.
+        state: that object, a cache or a function that runs a module.
     """
 
-    held: Any = None
+    state: Any = None
 
 
-def get_held_object(call: AttentionCall) -> Any:
-    """Return the object that a peer's `make` stored in a call.
+def get_peer_state(call: AttentionCall) -> Any:
+    """Return the cache or function that a peer's `make` stored in a call as its `state`.
 
     Raises:
-        UsageError: another peer made the call.
+        UsageError: the call has no state, since the `make` of another peer made it.
     """
     if not isinstance(call, CallWithState):
         raise UsageError("this peer reads a cache or runs a module; make its call with its own `make`")
-    return call.held
+    return call.state
 
 
 def make_differential_call(work: Workload, device: str) -> AttentionCall:

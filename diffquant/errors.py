@@ -2,10 +2,11 @@
 
 
 class DiffQuantError(Exception):
-    """Base of every error a user can cause. `exit_code` is what the command line returns.
+    """Base of every error that a user can cause.
 
     Attributes:
-        result: what was computed before the error, such as the sweep whose cells partly failed, or None if nothing was.
+        exit_code: exit code of the command line.
+        result: what was computed before the error, such as a sweep in which some cells failed, or None.
     """
 
     exit_code = 1
@@ -26,7 +27,7 @@ class CheckpointError(DiffQuantError):
 
 
 class UnknownModelTypeError(CheckpointError):
-    """diffquant has no adapter for this `model_type`."""
+    """The checkpoint's `model_type` is not supported."""
 
 
 class GroupSizeError(CheckpointError):
@@ -34,7 +35,7 @@ class GroupSizeError(CheckpointError):
 
 
 class NonFiniteError(CheckpointError):
-    """A tensor holds NaN or infinity."""
+    """A tensor, or a number computed with a model, is NaN or infinite."""
 
 
 class OutputExistsError(DiffQuantError):
@@ -46,7 +47,7 @@ class NotQuantizedError(DiffQuantError):
 
 
 class FailedCellsError(DiffQuantError):
-    """A sweep finished, but some of its cells failed."""
+    """A sweep or bench finished, but some of its measurements failed."""
 
     exit_code = 3
 

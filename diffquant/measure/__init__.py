@@ -38,7 +38,7 @@ def can_pad_left(recipe: Recipe) -> bool:
 def has_scales_across_keys(recipe: Recipe) -> bool:
     """Return whether logits or softmax weights of neighbouring keys share a scale.
 
-    The groups of keys that share one are counted from the first key, so padding would shift them.
+    Groups of keys that share a scale are counted from the first key, so padding on the left would shift them.
     """
     return any(s.granularity in ("group", "block") for target in ("logits", "p") for s in recipe.schemes_of(target))
 

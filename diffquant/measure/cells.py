@@ -33,11 +33,11 @@ class SweepPoint:
     Attributes:
         model: path of the checkpoint, or of an exported folder.
         target: name of what is quantized; "" at 16 bits, `RECIPE` for a recipe file, `EXPORTED` for an exported folder.
-        bits: width of the target's codes in bits; 0 for a recipe.
+        bits: width of the target's codes in bits; 16 at 16 bits, 0 for a recipe file.
         granularity: granularity in a scheme's notation, such as "row:shift"; a recipe's name; the precision of an
             exported folder as text; or "" at 16 bits.
         recipe: recipe to simulate; empty for an exported folder.
-        compared_with: model whose 16-bit results it is compared with, if any.
+        compared_with: path of the model whose 16-bit results are the baseline, or None if there is no baseline.
     """
 
     model: Path
@@ -76,7 +76,7 @@ class SweepPoint:
 
     @property
     def panel(self) -> str:
-        """Title of the plot panel that shows it, such as "attention logits, per row with shift"."""
+        """Title of the configuration's plot panel, such as "attention logits, per row with shift"."""
         return ", ".join(filter(None, (self.title, self.granularity_words)))
 
     @property
@@ -87,14 +87,14 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of a sweep: a task on a configuration, what the result depends on, and the result.
+    """One measurement of a sweep: a configuration, a task and, once it was measured, the result.
 
     Attributes:
         task: name of the task.
         result: result of the task, or None if it failed or was not measured.
-        error: message of the error if it failed.
-        key: everything that the result depends on, as plain data; the file's name is a hash of it. A cell read from
-            sweep.json has only the digest of the code, or nothing if the file is old.
+        error: error message if the measurement failed, otherwise None.
+        key: everything that the result depends on, as plain data; a hash of it names the cell's files. In a cell that
+            was read from sweep.json, the key has only "code", a digest of the code, or None if the file is old.
         folder: folder that holds the files of all cells.
     """
 
@@ -150,11 +150,11 @@ class Cell:
         self.failure_path.unlink(missing_ok=True)
 
     def write_failure(self, error: str, trace: Sequence[str] = ()) -> None:
-        """Record the error of an attempt in one line, with the lines of its traceback."""
+        """Write a one-line error message, and the lines of its traceback, to `failure_path`."""
         _put(self.failure_path, {"key": self.key, "error": error, "trace": list(trace)})
 
     def read_failure(self) -> str | None:
-        """Return the error of the last attempt in one line, or None if no failure is recorded."""
+        """Return the error message that `write_failure` wrote last, or None if there is none."""
         try:
             return str(parse_json(read_bytes(self.failure_path))["error"])
         except (OSError, ValueError, LookupError, TypeError):

@@ -14,7 +14,7 @@ from diffquant.support.names import first_few
 from diffquant.support.plain_data import JsonObject, parse_json, plain_data_digest
 
 # Fields of a task's identity that do not determine its items.
-_NOT_ASKED = ("name", "batch_tokens")
+_NOT_ITEM_SETTINGS = ("name", "batch_tokens")
 
 
 PERCENT, MARGIN, _NLL, _PLAIN = "%", "nats per 100 characters", "nats per token", ""
@@ -54,8 +54,8 @@ class Outcome:
     """Scores of one configuration on one task.
 
     Attributes:
-        name: name of the configuration; empty if the run has only one.
-        asked: settings that determine the items; two outcomes can be compared only if these settings are equal.
+        name: name of the configuration; empty if the run has only one configuration.
+        item_settings: settings that determine the items; only outcomes with equal settings can be compared.
         ids: ids of the items, or of a text's windows, in an order that depends only on the items.
         scores: scores by name of the measure (margin, NLL or a metric), the most sensitive first.
         prompts: digest of the prompts, or None if the items determine them.
@@ -63,7 +63,7 @@ class Outcome:
 
     name: str
     task: str
-    asked: JsonObject
+    item_settings: JsonObject
     ids: Sequence[int | str]
     scores: Mapping[str, Scores]
     prompts: str | None = None
@@ -80,7 +80,8 @@ class Comparison:
         n: number of items.
         before, after: mean over the items of each outcome.
         difference: mean of the paired differences after - before, with its 95 % interval.
-        gained, lost: ids of items that became right, and that became wrong, or None if items are not right or wrong.
+        gained, lost: ids of the items that became right and of those that became wrong, or None if values are not 0
+            or 1.
     """
 
     outcomes: tuple[Outcome, Outcome]
@@ -95,7 +96,7 @@ class Comparison:
 
     @property
     def p_value(self) -> float | None:
-        """P-value of McNemar's exact test of the hypothesis that gains and losses are equally likely."""
+        """P-value of McNemar's exact test that gains and losses are equally likely, or None if `gained` is None."""
         return None if self.gained is None or self.lost is None else mcnemar_p_value(len(self.gained), len(self.lost))
 
     @property
@@ -116,19 +117,19 @@ def make_outcome(name: str, task: str, identity: JsonObject, result: TaskResult)
         identity: result of `Task.identity`, which determines the items.
     """
     details = result.details
-    asked = {field: value for field, value in identity.items() if field not in _NOT_ASKED}
+    item_settings = {field: value for field, value in identity.items() if field not in _NOT_ITEM_SETTINGS}
     # Needles and windows depend on the tokenizer, which the identity does not name.
-    asked |= {"needles": details["items"]} if "items" in details else {}
+    item_settings |= {"needles": details["items"]} if "items" in details else {}
     scores: dict[str, Scores] = {}
     if "margins" in details:
         scores["margin"] = Scores(details["margins"], MARGIN)
     if result.values:
         scores[result.metric] = Scores.from_metric(result.values)
     if details.get("nll_by_window"):
-        asked["tokens"] = sum(details["tokens_by_window"])
+        item_settings["tokens"] = sum(details["tokens_by_window"])
         scores["NLL"] = Scores(details["nll_by_window"], _NLL, details["tokens_by_window"])
     count = max((len(each.values) for each in scores.values()), default=0)
-    return Outcome(name, task, asked, range(1, count + 1), scores)
+    return Outcome(name, task, item_settings, range(1, count + 1), scores)
 
 
 def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
@@ -140,9 +141,9 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
     if before.task != after.task:
         raise UsageError(f"A is a result of {before.task} and B of {after.task}; give two results of the same task")
     differing = [
-        f"{name}: {before.asked.get(name, 'absent')} and {after.asked.get(name, 'absent')}"
-        for name in dict.fromkeys([*before.asked, *after.asked])
-        if before.asked.get(name) != after.asked.get(name)
+        f"{name}: {before.item_settings.get(name, 'absent')} and {after.item_settings.get(name, 'absent')}"
+        for name in dict.fromkeys([*before.item_settings, *after.item_settings])
+        if before.item_settings.get(name) != after.item_settings.get(name)
     ]
     if differing:
         raise UsageError(
@@ -165,7 +166,10 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
 
 
 def list_left_out_measures(before: Outcome, after: Outcome) -> list[str]:
-    """List the measures that `compare_outcomes` leaves out, and why: an outcome lacks it, or has a non-finite value."""
+    """Return a line for each measure that `compare_outcomes` leaves out, with the reason.
+
+    Reasons are that one outcome lacks the measure, or that one of its values is NaN or infinite.
+    """
     reasons = []
     for name in dict.fromkeys([*before.scores, *after.scores]):
         for letter, outcome in (("A", before), ("B", after)):

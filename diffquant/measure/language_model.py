@@ -40,7 +40,7 @@ class ModelOutputs:
         return replace(self, values=self.values[positions])
 
     def split(self, split_size: int) -> list[Self]:
-        """Split into consecutive parts of at most `split_size` positions."""
+        """Split along the first axis into consecutive parts of at most `split_size` positions."""
         return [replace(self, values=part) for part in self.values.split(split_size)]
 
     @property
@@ -49,17 +49,17 @@ class ModelOutputs:
         return int(self.values.shape[-1])
 
     def logits(self) -> Tensor:
-        """Compute logits in the model's dtype.
+        """Compute logits in the model's dtype, and convert them to float32.
 
         Returns:
-            float32 [..., V] for a vocabulary of V tokens, in memory that the caller may overwrite.
+            [..., V] for a vocabulary of V tokens, a new tensor that the caller may overwrite.
         """
         return self.values.float().clone()
 
     def float32_logits(self) -> Tensor:
         """Compute logits [..., V] of a vocabulary of V tokens in float32, even if the model has another dtype.
 
-        In a 16-bit dtype their rounding errors would be as large as the effects of 8-bit quantization.
+        Computed in a 16-bit dtype, they would have rounding errors as large as the effects of 8-bit quantization.
         """
         return self.values.float()
 
@@ -109,7 +109,7 @@ class LanguageModel(ABC):
 
     @property
     def has_cache(self) -> bool:
-        """Whether the model can continue from a cache."""
+        """Whether the model has a KV cache from which it can continue sequences."""
         return True
 
     @property
@@ -125,7 +125,7 @@ class LanguageModel(ABC):
     @property
     @abstractmethod
     def max_length(self) -> int:
-        """Length of the model's context in tokens, from the tokenizer if the config has none."""
+        """Length of the model's context in tokens; the tokenizer's maximum length if the config has none."""
 
     @property
     @abstractmethod
@@ -138,24 +138,25 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> ModelOutputs:
-        """Run the model on new tokens and return its states at each of them.
+        """Run the model on T new tokens of B sequences, and return its outputs [B, T, W] at each of them.
 
         Args:
-            ids: [B, T] new tokens.
-            mask: [B, S] over cached and new tokens, 0 at padding, or None if there is no padding.
-            cache: a cache from `new_cache`, extended in place, or None to keep nothing.
-
-        Returns:
-            States of [B, T] positions.
+            ids: ids of the new tokens, [B, T].
+            mask: mask [B, S] of the S cached and new tokens, 0 at padding and 1 elsewhere, or None if there is no
+                padding.
+            cache: a cache from `new_cache`, which is extended in place, or None to use none.
         """
 
     @abstractmethod
     def generate(
         self, prompt: Sequence[int], new_tokens: int, stops: Sequence[str], sampling: Mapping[str, object]
     ) -> list[int]:
-        """Return the token ids that follow a prompt, up to a stop string or at most `new_tokens`.
+        """Generate the token ids that follow a prompt.
 
         Args:
+            prompt: the prompt's token ids.
+            new_tokens: largest number of tokens to generate.
+            stops: strings after which generation ends.
             sampling: options of transformers' `generate`; empty for greedy decoding.
 
         Raises:

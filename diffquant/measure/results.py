@@ -27,8 +27,8 @@ class TaskResult:
 
     Attributes:
         metric: name of the task's main number.
-        score: mean over the items, or None if the task has no items.
-        n: number of items, or None if the task has none.
+        score: mean over the items, or None if the task does not score items.
+        n: number of items, or None if the task does not score items.
         values: score of each item, or None if unknown.
         choices: answer to each item, or None if an item has several.
         details: all other results as plain data, under names that the task chooses.
@@ -95,26 +95,28 @@ MISSING, FAILED = "-", "failed"
 class Metric:
     """A number that tables and plots show: a score, or a change from 16 bits.
 
-    Its functions take a configuration's result and the 16-bit result to compare with. The first is None in a failed
-    cell, the second if there is no comparison.
+    `text` and `estimate` take two results: that of a configuration, or None if its cell failed, and the 16-bit result
+    to compare with, or None if there is no comparison.
 
     Attributes:
-        head: heading of its column, with placeholders {task} and {metric} (name of the score); empty if it has none.
-        text: function from results to the text of a table's cell.
+        head: heading of its column, with placeholders {task} and {metric} (name of the score); empty if it has no
+            column.
+        text: function from the two results to the text of a table's cell.
         label: label of its axis in plots; empty if it is not drawn.
-        of: function from results to the number with its 95 % interval (of width zero if unknown), or to None.
-        words: function from a change to words, such as "-5.8 points [-10.4, -1.1]"; scores have none.
+        estimate: function from the two results to the number with its 95 % interval, or to None. An unknown interval
+            has width zero.
+        words: function from a change to words, such as "-5.8 points [-10.4, -1.1]", or None if the metric is a score.
         is_log: whether its axis is logarithmic; such a number is never negative.
-        needs: key of `details` that some result must have for its column to be shown; empty if it always is.
+        required_detail: the column is shown only if `details` of some result has this key; empty to show it always.
     """
 
     head: str = ""
     text: Callable[[TaskResult | None, TaskResult | None], str] = lambda *_: MISSING
     label: str = ""
-    of: Callable[[TaskResult | None, TaskResult | None], Difference | None] = lambda *_: None
+    estimate: Callable[[TaskResult | None, TaskResult | None], Difference | None] = lambda *_: None
     words: Callable[[Difference], str] | None = None
     is_log: bool = False
-    needs: str = ""
+    required_detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,10 @@ class Columns:
         metrics: numbers in the table's order; of the changes from 16 bits, the most sensitive comes first.
         record: function from a result and the 16-bit result to a row's unrounded numbers.
         notes: function from the results of all tasks with these columns to the notes below the table.
-        by_item: whether results are scores of items. Tables show such tasks first.
-        named_alone: whether headings name the task even if no other task is scored by item.
-        has_own_names: whether the task's name precedes the names of `record`'s numbers. Otherwise the rows of every
-            sweep have these numbers, also without a measurement of the task.
+        by_item: whether the task scores items. Tables show such tasks first.
+        named_alone: whether headings contain the task's name even if no other task in the table scores items.
+        has_own_names: whether a row has `record`'s numbers under names that begin with the task's name. If not, the
+            names are unchanged, and rows have them in every sweep, even one that did not measure the task.
     """
 
     metrics: tuple[Metric, ...]
@@ -149,15 +151,15 @@ class Columns:
         return [*self.change_metrics, *(metric for metric in self.metrics if metric.label and not metric.words)]
 
     def table_metrics(self, results: Sequence[TaskResult]) -> list[Metric]:
-        """Return the metrics that are columns of the text table, without those that no result has."""
-        shown = [metric for metric in self.metrics if metric.head]
-        return [each for each in shown if not each.needs or any(each.needs in r.details for r in results)]
+        """Return the metrics that are columns of the text table, without those whose detail no result has."""
+        details = {"", *(name for result in results for name in result.details)}
+        return [metric for metric in self.metrics if metric.head and metric.required_detail in details]
 
     def headings(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
         """Return headings of the text table's columns.
 
         Args:
-            alone: whether the table shows no other task that is scored by item.
+            alone: whether no other task in the table scores items.
         """
         name = f"{task} " if self.named_alone or not alone else ""
         metric = results[0].metric if results else "score"
@@ -187,12 +189,17 @@ def _score_text(result: TaskResult | None, _: object) -> str:
 
 
 def format_interval(number: Difference | None, spec: str, unit: str = "") -> str:
-    """Format a number with its interval, such as "-5.8 points [-10.4, -1.1]"."""
+    """Format a number with its interval, such as "-5.8 points [-10.4, -1.1]"; "-" if it is None.
+
+    Args:
+        spec: format specification of all three numbers, such as "+.1f".
+        unit: text after the number, such as " points".
+    """
     return MISSING if number is None else f"{number.mean:{spec}}{unit} [{number.low:{spec}}, {number.high:{spec}}]"
 
 
 def format_kl(number: Difference | None) -> str:
-    """Format a mean KL with its interval, if it has one."""
+    """Format a mean KL with its interval, without the interval if its width is zero; "-" if the KL is None."""
     return f"{number.mean:.2g}" if number and number.low == number.high else format_interval(number, ".2g")
 
 
@@ -293,7 +300,7 @@ def interval_fields(name: str, number: Difference | None, per: float = 1) -> Jso
 
     Args:
         number: the number, or None to make all three None.
-        per: divisor of all three.
+        per: number by which all three are divided.
     """
     ends = (number.mean, number.low, number.high) if number else ()
     names = (name, f"{name}_low", f"{name}_high")

@@ -49,7 +49,8 @@ def score(
 
     Args:
         batch_tokens: largest number of tokens per pass, cached context and padding included; bounds memory.
-        watch: called with the states from which the scores are computed; see `Watch`.
+        watch: called with the outputs that predict continuation tokens, and with the index of each one's request; see
+            `Watch`.
 
     Returns:
         For each continuation its summed log-probability, and whether greedy decoding would produce it.
@@ -240,13 +241,17 @@ _KL_ENTRIES = 1 << 23
 
 
 def next_token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """Compute KL(P ‖ Q) in nats at each position from logits: float32 [N, V] in, [N] out."""
+    """Compute KL(P ‖ Q) [N] in nats at each of N positions.
+
+    Args:
+        p_logits, q_logits: logits of P and of Q, float32 [N, V], for a vocabulary of V tokens.
+    """
     p, q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
 
 def kl_by_position(p: ModelOutputs, q: ModelOutputs) -> Tensor:
-    """Compute KL(P ‖ Q) in nats at each of N positions, float64 [N], from logits in float32."""
+    """Compute KL(P ‖ Q) in nats at each of N positions, float64 [N], from two models' outputs there."""
     rows = max(1, _KL_ENTRIES // p.vocabulary_size)
     parts = zip(p.split(rows), q.split(rows), strict=True)
     return torch.cat([next_token_kl(a.float32_logits(), b.float32_logits()).double() for a, b in parts])
@@ -255,14 +260,17 @@ def kl_by_position(p: ModelOutputs, q: ModelOutputs) -> Tensor:
 def make_kl_meter(reference: ModelOutputs, lengths: Mapping[int, int]) -> tuple[Watch, Callable[[], list[float]]]:
     """Make a callback that measures KL(reference ‖ model) of next-token distributions while `score` runs.
 
+    Only some of the requests that `score` gets may be measured.
+
     Args:
-        reference: states of the reference model at the continuations of the measured requests, one after the other.
-        lengths: number of continuation tokens of each measured request, by its index in the list that `score` gets;
-            in the order of `reference`.
+        reference: outputs of the reference model at every continuation token of the measured requests, one request
+            after the other.
+        lengths: number of continuation tokens of each measured request, by the request's index in the list that
+            `score` gets. The requests are in the order of `reference`.
 
     Returns:
-        A callback to pass to `score` as `watch`, and a function that returns the mean KL of each measured request in
-        nats once `score` has run.
+        A callback to pass to `score` as `watch`, and a function to call after `score`, which returns the mean KL of
+        each measured request in nats, in the order of `lengths`.
     """
     starts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
     seen: Counter[int] = Counter()

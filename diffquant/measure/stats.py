@@ -19,7 +19,7 @@ class Difference:
 
     @property
     def plottable(self) -> "Difference":
-        """The same mean with an interval that a plot can draw: of width zero if infinite, as for a single value."""
+        """The same mean with an interval that a plot can draw: an infinite interval becomes one of width zero."""
         return self if math.isfinite(self.high - self.low) else Difference(self.mean, self.mean, self.mean)
 
 
@@ -49,11 +49,12 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
 
 
 def mean_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Difference:
-    """Return the mean of values with Student's 95 % interval, infinite for one value.
+    """Return the mean of values with Student's 95 % interval, which is infinite if there is only one value.
 
     Args:
-        weights: weight of each value, such as the number of tokens that it averages; equal by default. With weights the
-            interval is that of a ratio of two sums, to first order, and values of weight 0 are ignored.
+        weights: weight of each value, such as the number of tokens over which it is a mean; equal by default. Values of
+            weight 0 are ignored. With weights, the mean is a ratio of two sums, and the interval is a first-order
+            approximation.
     """
     pairs = zip(values, [1.0] * len(values) if weights is None else weights, strict=True)
     weighed = [(value, weight) for value, weight in pairs if weight]
@@ -108,9 +109,9 @@ def mcnemar_p_value(gained: int, lost: int) -> float:
 
 
 def recovery(difference: Difference, baseline: float) -> Difference | None:
-    """Return the quantized score divided by the 16-bit score, with its 95 % interval, or None if the latter is 0.
+    """Return the quantized score divided by the 16-bit score, with its 95 % interval, or None if the divisor is 0.
 
-    The 16-bit score is taken as exact.
+    The interval treats the 16-bit score as exact.
 
     Args:
         difference: quantized minus 16-bit score, with its interval.

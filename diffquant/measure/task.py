@@ -36,9 +36,9 @@ class TaskOption(Generic[T_co]):
         default: value if the option is not given.
         help: sentence for the command line's help.
         kind: type on the command line: int, str, Path or bool.
-        minimum: smallest number that the command line accepts, if there is a limit.
-        written: default in the command line's notation, if `read` converts it.
-        read: function that converts the command line's value, or None.
+        minimum: smallest number that the command line accepts, or None if there is no limit.
+        written: default as a user would write it on the command line, if `read` converts that; otherwise None.
+        read: function that converts the command line's value, or None to use the value unchanged.
     """
 
     name: str
@@ -55,10 +55,10 @@ class TaskOption(Generic[T_co]):
 
 
 def read_positive_option(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
-    """Return the value of an option that must be 1 or more.
+    """Return an option's value in `values`, or its default; a number must be 1 or more.
 
     Raises:
-        UsageError: it is below 1.
+        UsageError: the value is below 1.
     """
     count = option.value_in(values)
     if count is not None and count < 1:
@@ -125,22 +125,22 @@ class Task(ABC):
             values: values of options by name; `TaskOption.value_in` adds the defaults.
 
         Raises:
-            UsageError: the name, an option, or the data that they name cannot be read.
+            UsageError: the name or an option is malformed, or the task's items or text cannot be read.
             MissingDependencyError: a package that the task needs is not installed.
         """
 
     @property
     def name(self) -> str:
-        """The full name, which includes parameters in the name, such as "needle:4:2"."""
+        """The kind and any parameters after it, such as "needle:4:2"."""
         return self.kind
 
     @abstractmethod
     def identity(self) -> JsonObject:
-        """Return everything that the result depends on, apart from model and recipe, as plain data."""
+        """Return everything on which the result depends, except model and recipe, as plain data."""
 
     @property
-    def token_count(self) -> int | None:
-        """The approximate number of tokens that a model reads in a run, or None if unknown."""
+    def total_tokens(self) -> int | None:
+        """Approximate number of tokens that a model reads for all items together, or None if unknown."""
         return None
 
     def untracked_inputs(self) -> list[str]:
@@ -159,16 +159,16 @@ class Task(ABC):
         """
 
     def compute_reference(self, model: "LanguageModel", progress: Progress) -> "ModelOutputs | None":  # noqa: ARG002
-        """Compute the 16-bit model's outputs, to compare other models with, or return None if `run` needs none."""
+        """Compute the outputs of the 16-bit model with which `run` compares other models, or None if it needs none."""
         return None
 
     def with_batch_tokens(self, tokens: int) -> Self:
-        """Return the same task with at most this many tokens per pass."""
+        """Return the same task with `batch_tokens` lowered to `tokens` if it is larger."""
         return replace(self, batch_tokens=min(self.batch_tokens, tokens))
 
     @classmethod
     def make_name_error(cls, name: str, example: str = "") -> UsageError:
-        """Return the error for a task name that does not have the form in `usage`."""
+        """Return the error for a task name that does not have the form in `usage`; `example` is a correct name."""
         return UsageError(
             f"cannot read task {name[:80]!r}: expected {cls.usage}" + (f", such as {example}" if example else "")
         )

@@ -50,7 +50,7 @@ class TorchModel(LanguageModel):
 
     Args:
         model: a `DiffTransformer`, or another causal model of transformers, in eval mode.
-        tokenizer: its tokenizer, if text is read.
+        tokenizer: its tokenizer, or None if only token ids are used.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
@@ -90,7 +90,7 @@ class TorchModel(LanguageModel):
         return cache
 
     def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> HiddenStates:
-        """Compute the last hidden states; a `DiffTransformer` does not count padding as positions."""
+        """Compute the last hidden states; in a `DiffTransformer`, positions are counted without padding."""
         out = self.model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=cache is not None)
         return HiddenStates(out.last_hidden_state, self.model.lm_head)
 

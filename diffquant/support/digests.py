@@ -21,10 +21,11 @@ def content_digest(file: Path, algorithm: str = _DEFAULT) -> str:
 
 @dataclass(frozen=True)
 class FileDigests:
-    """Digests of some files by their names, as hex.
+    """Digests of some files.
 
     Attributes:
-        algorithm: name of the algorithm that made them.
+        by_name: digest of each file, as hex, by the file's name.
+        algorithm: name of the algorithm that computed the digests.
     """
 
     by_name: Mapping[str, str]
@@ -32,12 +33,12 @@ class FileDigests:
 
     @classmethod
     def compute(cls, files: Iterable[Path], algorithm: str = _DEFAULT) -> Self:
-        """Compute the digests of some files."""
+        """Compute the digests of some files, by their names without folders."""
         return cls({file.name: content_digest(file, algorithm) for file in files}, algorithm)
 
     @classmethod
     def within(cls, folder: Path, names: Iterable[str]) -> Self:
-        """Compute the digests of some files by their paths in a folder."""
+        """Compute the digests of files in a folder, by their paths relative to it."""
         return cls({name: content_digest(folder / name) for name in names})
 
     @classmethod
@@ -58,7 +59,7 @@ class FileDigests:
         return {self.algorithm: dict(self.by_name)}
 
     def changed_files(self, folder: Path) -> list[str]:
-        """List the files that are missing from a folder or differ there."""
+        """List the files that a folder lacks, or whose content in the folder has another digest."""
         return [name for name, digest in self.by_name.items() if not _has_digest(folder / name, digest, self.algorithm)]
 
     @property

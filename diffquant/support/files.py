@@ -33,10 +33,12 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR:
 
 
 def check_regular_file(file: Path) -> None:
-    """Check that a path leads to a regular file: opening a pipe may block, and a device may never end.
+    """Check that a path leads to a regular file, since opening a pipe may block, and reading a device may never end.
+
+    Standard input is accepted, whatever it is.
 
     Raises:
-        OSError: it leads to something else, or does not exist.
+        OSError: the path does not exist, or leads to a folder, pipe, socket or device.
     """
     kind = stat.S_IFMT(file.stat().st_mode)
     if kind == stat.S_IFDIR:
@@ -49,7 +51,7 @@ def check_no_special_files(folder: Path) -> None:
     """Check that a folder holds no pipe, socket or device, since opening one may block.
 
     Raises:
-        OSError: it does; the first one is named.
+        OSError: it holds one; the message names the first.
     """
     for file in sorted(folder.iterdir()):
         try:
@@ -82,16 +84,16 @@ def read_text(file: Path, encoding: str = "utf-8") -> str:
 
 
 def set_folder_aside(path: Path) -> None:
-    """Rename a folder that stands where a file has to be written."""
+    """If a path is a folder, rename it to PATH.folder-XXXXXXXX, so that a file can be written there."""
     if path.is_dir() and not path.is_symlink():
         path.rename(path.with_name(f"{path.name}.folder-{secrets.token_hex(4)}"))
 
 
 def check_writable(folder: Path) -> None:
-    """Check in advance that a folder can be written or created; leaves nothing behind.
+    """Check in advance that a folder can be created, or written if it exists; nothing is created.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the system does not allow it.
     """
     nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
     try:
@@ -104,7 +106,7 @@ def check_distinct(paths: Sequence[Path]) -> None:
     """Check that no file or folder is given twice.
 
     Raises:
-        UsageError: some are; they are listed.
+        UsageError: a path is given twice; the message lists all such paths.
     """
     names = [path.resolve() for path in paths]
     if twice := sorted(map(str, find_duplicates(names))):
@@ -226,7 +228,7 @@ class PreallocatedFile:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until a file's content, or a folder's list of files, is on the disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder as a file, and writes its entries itself.
     # Windows cannot sync a file that is open only for reading.
@@ -286,6 +288,9 @@ def _open_expanded(packed: BufferedReader, start: bytes, suffix: str) -> BinaryI
 
 
 def list_matching_files(folder: Path, pattern: str) -> list[Path]:
-    """List a folder's files whose names match a pattern, sorted; the name of a compressed file counts without .xz."""
+    """List a folder's files whose names match a pattern, sorted.
+
+    A file NAME.xz matches if NAME does, and is listed as NAME.
+    """
     found = {file.with_suffix("") if file.suffix == ".xz" else file for file in folder.glob(f"{pattern}*")}
     return sorted(file for file in found if file.match(pattern))

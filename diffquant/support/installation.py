@@ -57,11 +57,11 @@ CHANGED = "+changes"
 
 
 def result_version_digest(modules: Iterable[str]) -> str:
-    """Return 16 hex digits of the versions of some modules, for the addresses of stored results.
+    """Return a digest of 16 hex digits of the versions of some modules, from which the keys of stored results are made.
 
-    A module of diffquant has the `RESULT_VERSION` that it or the nearest package around it defines. We raise it by hand
-    when a change alters stored results. A module of another package, such as a task of the user's own, is
-    identified by the bytes of its source file.
+    The version of a module of diffquant is the `RESULT_VERSION` that it or the nearest package around it defines.
+    Developers raise it when a change alters stored results. The version of any other module, such as a task of the
+    user's own, is a digest of its source file.
 
     Raises:
         ValueError: a module outside of diffquant has no source file.
@@ -115,14 +115,14 @@ def _git(*arguments: str) -> str | None:
 
 
 def install_command(extra: str = "") -> str:
-    """Return the pip command that adds an extra, or all requirements, to this installation."""
+    """Return the pip command that adds an extra to this installation, or all requirements if `extra` is empty."""
     project = _project_file()
     what = (str(project.parent) if project.is_file() else _origin() or "diffquant") + (f"[{extra}]" if extra else "")
     return f"pip install {'-e ' if project.is_file() else ''}{shlex.quote(what)}"
 
 
 def requirements() -> "dict[str, list[Requirement]]":
-    """Return this installation's requirements on this machine: each extra's by its name, all others under "".
+    """Return this installation's requirements on this machine: those of each extra by its name, all others under "".
 
     A clone that runs in place reads pyproject.toml, which may be newer than pip's record; a wheel reads its metadata.
 

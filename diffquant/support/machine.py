@@ -83,8 +83,8 @@ _USUAL_MMAP, _USUAL_TRIM = 2**25, 2**26
 def keep_freed_memory() -> Iterator[None]:
     """Keep up to a gigabyte of freed memory for the next tensors inside this context.
 
-    Afterwards it is returned to the system. Otherwise the kernel has to clear and map every large tensor page by
-    page: a seventh of the CPU seconds of `verify`. Without glibc nothing changes.
+    When the context exits, this memory is returned to the system. Without the context, the kernel clears and maps every
+    large tensor page by page, which takes a seventh of the CPU seconds of `verify`. Without glibc nothing changes.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is None or not (hasattr(library, "mallopt") and hasattr(library, "malloc_trim")):

@@ -65,7 +65,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 def first_few(items: Iterable[object], between: str = "; ", most: int = NAMED) -> str:
-    """List the first items and count the others, to keep messages about hundreds of tensors short."""
+    """Join the first `most` items, and the number of all others, into a text such as "a; b; and 7 more"."""
     texts = list(map(str, items))
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return between.join(texts[:most] + more)
@@ -77,7 +77,10 @@ def find_duplicates(items: Iterable[_Item]) -> list[_Item]:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known name, or all known names."""
+    """Return the end of a message about an unknown name, such as "; did you mean 'int4'?".
+
+    If no known name is similar, it lists all known names.
+    """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(known)}"
 

@@ -24,7 +24,7 @@ def check_replaceable(folder: Path, replaced: Iterable[str], own: Collection[str
         own: names that diffquant is known to have written.
 
     Raises:
-        OutputExistsError: something else wrote some of them.
+        OutputExistsError: a name in `replaced` is not in `own`.
     """
     foreign = sorted(set(replaced) - set(own))
     if foreign:
@@ -40,9 +40,9 @@ class RunFiles:
 
     Attributes:
         data: name of the JSON file with the numbers, which identifies a run.
-        fields: fields that this file must have.
-        beside: names of the files made from that file.
-        joins_models: whether a run may be written into a model's folder.
+        fields: names that the object in this JSON file must have.
+        beside: names of the other files, which are made from the JSON file.
+        joins_models: whether the run may be written into a model's folder.
     """
 
     data: str
@@ -54,8 +54,9 @@ class RunFiles:
         """Check in advance that these files can be written and replace only those of an earlier run.
 
         Raises:
-            OutputExistsError: files with these names exist without a run's numbers, or the folder is a model's.
-            UsageError: nothing can be written there.
+            OutputExistsError: files with these names exist that no run wrote, or the folder contains a model and
+                `joins_models` is False.
+            UsageError: the folder cannot be written.
         """
         check_writable(folder)
         if not (self.joins_models or self.is_run(folder)) and any((folder / name).exists() for name in _OF_MODELS):
@@ -64,12 +65,12 @@ class RunFiles:
         check_replaceable(folder, there, there if self.is_run(folder) else ())
 
     def is_run(self, folder: Path) -> bool:
-        """Return whether a folder holds a run's numbers."""
+        """Return whether a folder holds the JSON file of a run, with its fields."""
         return has_fields(folder / self.data, self.fields)
 
 
 def has_fields(file: Path, fields: Collection[str]) -> bool:
-    """Return whether a file is a JSON object with these fields."""
+    """Return whether a file is a JSON object that has these names."""
     try:
         data = parse_json(read_bytes(file))
     except (OSError, ValueError):
@@ -78,14 +79,14 @@ def has_fields(file: Path, fields: Collection[str]) -> bool:
 
 
 def check_output_file(file: Path, is_own: bool) -> None:
-    """Check that a file can be written and would only replace one of diffquant's.
+    """Check that a file can be written, and that it would not replace a file that diffquant did not write.
 
     Args:
-        is_own: whether the existing file is one of diffquant's.
+        is_own: whether diffquant wrote the existing file, if there is one.
 
     Raises:
-        OutputExistsError: the existing file is not diffquant's.
-        UsageError: nothing can be written there.
+        OutputExistsError: the file exists and `is_own` is False.
+        UsageError: its folder cannot be written.
     """
     check_writable(file.absolute().parent)
     check_replaceable(
@@ -94,10 +95,15 @@ def check_output_file(file: Path, is_own: bool) -> None:
 
 
 class Journal:
-    """A file with results by name, each written to disk before the next is measured.
+    """A file with the results of measurements by name, each written to disk before the next is measured.
 
-    Each line holds a SHA-256 of itself and the key. A damaged line, for instance half a line from a killed run, is
-    dropped, so its measurement is made again.
+    Each line holds a result and a SHA-256. A damaged line, for instance half a line from a killed run, is dropped, so
+    its measurement is made again.
+
+    Args:
+        folder: folder of the file.
+        key: plain data on which the results depend. A hash of it is in the file's name, so a journal with another key
+            is another file.
     """
 
     def __init__(self, folder: Path, key: JsonObject) -> None:

@@ -29,7 +29,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_encodable_text(value: object) -> bool:
-    """Return whether a value is text that a tokenizer can read; JSON may also hold halves of a surrogate pair."""
+    """Return whether a value is text that can be encoded as UTF-8; text in JSON may have lone surrogates."""
     return isinstance(value, str) and re.search("[\ud800-\udfff]", value) is None
 
 
@@ -41,7 +41,10 @@ def replace_nonfinite(content: Any) -> Any:
 
 
 def plain_data_digest(content: Any) -> str:
-    """Return the SHA-256 of plain data, independent of the order of names and of a round trip through JSON."""
+    """Return the SHA-256 of plain data, as hex; the order of an object's names does not matter.
+
+    Data have the same digest before they are written as JSON and after they are read back.
+    """
     written_and_read = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(written_and_read, sort_keys=True).encode()).hexdigest()
 
@@ -91,7 +94,7 @@ def find_first_matches(expressions: Sequence[str], names: Sequence[str]) -> list
         The index of each name's expression, or None if no expression matches.
 
     Raises:
-        ValueError: an expression is malformed, or matching takes longer than that.
+        ValueError: an expression is malformed, or matching takes longer than 2 seconds.
     """
     if all(map(_is_plain, expressions)):
         patterns = [re.compile(each) for each in expressions]

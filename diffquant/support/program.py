@@ -34,7 +34,7 @@ def watch_signals() -> None:
 def was_interrupted() -> bool:
     """Return whether a signal has interrupted the program.
 
-    An exception alone does not show this: compiled modules turn an interrupted import into another error.
+    The type of an exception does not show this, because compiled modules turn an interrupted import into another error.
     """
     return bool(_signal_arrived)
 
@@ -68,7 +68,10 @@ def run_program(command: Callable[..., None]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with a one-line message about errors raised inside; SIGTERM and SIGHUP interrupt like Ctrl-C."""
+    """Turn an exception raised inside this context into a one-line message and an exit code.
+
+    SIGTERM and SIGHUP interrupt the program like Ctrl-C.
+    """
     watch_signals()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

@@ -27,8 +27,11 @@ def report_nothing(done: float, total: float, what: str) -> None:
 class Countdown:
     """The time left, estimated from the mean speed so far.
 
-    Between two reports it counts down at that speed until the current step has taken as long as the last one. If the
-    step takes longer, the mean speed by the clock gives the time left, which is above zero until the work is done.
+    Between two reports it counts down at that speed, until the current step has taken as long as the last one. If the
+    step takes longer, the mean speed is taken to fall, so the time left stays above zero until the work is done.
+
+    Args:
+        share: share of the work that is already done, from 0 to 1.
     """
 
     def __init__(self, share: float) -> None:
@@ -37,7 +40,7 @@ class Countdown:
         self.share = share
 
     def report(self, share: float) -> None:
-        """Record the share of the work that is done."""
+        """Record the share of the work that is done, from 0 to 1."""
         self._step = share - self.share or self._step
         self.share, self._reported = share, time.monotonic()
 
@@ -63,7 +66,7 @@ class StatusLine:
     There is one line at a time: a new line replaces the previous one.
 
     Args:
-        text: function that returns the current line, or None to stop.
+        text: function that returns the text to show, or None to stop the line.
     """
 
     def __init__(self, text: Callable[[], str | None]) -> None:
@@ -90,7 +93,7 @@ class StatusLine:
         self._write("")
 
     def stop(self, last: str = "") -> None:
-        """Stop drawing; a last text stays on the terminal, otherwise the line is cleared."""
+        """Stop drawing. The text `last` stays on the terminal; if it is empty, the line is cleared."""
         self._write(last, is_last=True)
 
     def _tick(self) -> None:
@@ -176,7 +179,10 @@ def show_waiting(text: str) -> Iterator[None]:
 
 
 class LogProgress:
-    """A line for each minute of work: a label, the share done, the time taken and left, and the current step."""
+    """Progress in a log, with a line for each minute of work.
+
+    A line has a label, the share done, the time taken, the time left and the current step.
+    """
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -213,7 +219,7 @@ def _format_clock(seconds: float) -> str:
 
 
 def progress_for(label: str) -> Progress:
-    """Make a progress line on a terminal, or a line per minute in a log."""
+    """Return a `TerminalProgress` if stderr is a terminal, otherwise a `LogProgress`."""
     return TerminalProgress(label) if sys.stderr.isatty() else LogProgress(label)
 
 

@@ -91,7 +91,7 @@ def terminal_width(stream: TextIO) -> int | None:
 
 
 def fit_to_terminal(text: str, stream: TextIO) -> str:
-    """Wrap lines that are too long for a stream's terminal, indented by two columns."""
+    """Wrap lines that are too long for a stream's terminal; continuation lines are indented by two columns."""
     columns = terminal_width(stream)
     if columns is None:
         return text
@@ -131,7 +131,7 @@ def _fold_line(line: str, columns: int) -> str:
 
 
 class PrintableResult:
-    """A result whose `str` is what the command prints; its `repr` is the first line of that."""
+    """A result whose `str` is the text that the command prints, and whose `repr` has the first line of this text."""
 
     def summary(self) -> str:
         """Summarize the result for people in a few lines."""

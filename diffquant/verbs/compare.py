@@ -23,14 +23,14 @@ def compare(before: Before, after: After) -> "ComparisonReport | str":
         print(diffquant.compare("sweep@16", "sweep@6:tensor").summary())
 
     Shows the paired difference with its 95 % confidence interval, McNemar's exact test, and the items whose answer
-    changed between right and wrong. If A and B each have one configuration, these two are compared. Otherwise
+    changed between right and wrong. If each result has one configuration, these two are compared. Otherwise
     configurations of the same model are compared, matched by path or else by name. For two folders of bench, it lists
     the measurements that changed by more than noise.
 
     Args:
-        before: a sweep's folder; FOLDER@WORDS for its configuration of that model, target or scheme; a samples_*.jsonl
-            file of lm-eval; or a folder of bench.
-        after: result to compare with A, given in the same way.
+        before: a sweep's folder; FOLDER@WORDS for its configuration with these words in model, target or scheme; a
+            samples_*.jsonl file of lm-eval; or a folder of bench.
+        after: result to compare with the first, given in the same way.
 
     Returns:
         Differences with intervals, and the items whose answer changed between right and wrong; for bench, a text with

@@ -39,7 +39,7 @@ def convert(
         dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, bfloat16 for a GGUF file's
             quantized weights, or float32 for rotated ones. Vectors (norms, λ, biases that are not rotated) keep their
             dtype.
-        text: text by which inputs are smoothed; see `quantize`.
+        text: calibration data for smoothed; see `quantize`.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Returns:

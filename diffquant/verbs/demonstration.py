@@ -29,7 +29,11 @@ from diffquant.verbs.notes import print_output
 
 
 def count_items_until(end: float, seconds_per_item: float, most: int) -> int:
-    """Return the number of items, from 10 to `most`, that fit into the time until `end` of `time.monotonic`."""
+    """Return how many items fit into the remaining time, at least 10 and at most `most`.
+
+    Args:
+        end: end of that time, as `time.monotonic` counts.
+    """
     return min(most, max(10, int((end - time.monotonic()) / seconds_per_item)))
 
 
@@ -180,7 +184,12 @@ _FIRST_ITEMS, _MOST_ITEMS, _CHARACTERS = 4, 200, 4000
 
 
 def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> Path:
-    """Convert, quantize, generate and export; return the converted checkpoint's folder."""
+    """Convert a checkpoint to DIFF V2, quantize and export it, and generate text; return the DIFF V2 folder.
+
+    Args:
+        weights: GGUF file to convert.
+        output: the demo's folder.
+    """
     differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
     recipe = RECIPES["weights-4-kv-8"]
 
@@ -204,7 +213,13 @@ def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> Path:
 
 
 def score_recipes(differential: Path, output: Path, end: float) -> None:
-    """Score recipes on HellaSwag, with as many items as the time up to `end` allows, and by their KL over prose."""
+    """Score recipes by their KL over prose, and on as many HellaSwag items as fit into the remaining time.
+
+    Args:
+        differential: checkpoint to measure.
+        output: the demo's folder.
+        end: end of the demo's time, as `time.monotonic` counts.
+    """
     folder = output / "scores"
     folder.mkdir(exist_ok=True)
     recipes = _recipe_files(output)
@@ -236,7 +251,7 @@ def check_recipe_outputs(output: Path) -> None:
     """Check, before the demo starts, that its recipe files would not replace other files.
 
     Raises:
-        OutputExistsError: one would.
+        OutputExistsError: a file exists that the demo did not write.
     """
     for file, recipe in _recipe_files(output).items():
         check_output_file(file, file.is_file() and file.read_bytes() == recipe.to_yaml().encode())

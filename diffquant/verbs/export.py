@@ -77,7 +77,7 @@ def export(
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Returns:
-        Sizes, and the oldest ONNX Runtime that can open the model; for GGUF, the file's contents.
+        Sizes, and the oldest ONNX Runtime that can open the model; for GGUF, a summary of the file's contents.
 
     Raises:
         DiffQuantError: the checkpoint, an option or the output cannot be used; no output is left.

@@ -125,7 +125,7 @@ def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, 
     reference, candidate = ({"name": side.name, **side.describe_model()} for side in sides)
     of_reference, of_candidate = (side.source for side in sides[:2])
     if of_reference and of_reference.packed and not (of_candidate and of_candidate.packed):
-        notes.say("note: the reference has quantized weights and the candidate has not; are they exchanged?")
+        notes.say("note: the reference has quantized weights and the candidate has not; did you swap the two models?")
     if of_candidate is not None:
         targets = chunks[:, -count_scored_positions(chunks.shape[1]) :].tolist()
         about["calibration"] = calibration_note(of_candidate, targets)

@@ -36,9 +36,9 @@ class Diagnosis(PrintableResult):
     Attributes:
         native_kernel: instruction set of the ONNX operator's kernel, or None if its library was not built.
         cuda_kernels: description of the first CUDA device, or None if torch finds no CUDA device.
-        required: version of each required package, or None if it is missing.
-        extras: for each extra, the version of each of its packages, or None if it is missing.
-        unmet: the version requirement, such as ">=2.7", of each package that does not meet it.
+        required: version of each required package, or None if the package is missing.
+        extras: by name of the extra, the version of each of its packages, or None if the package is missing.
+        unmet: by package, the version requirement, such as ">=2.7", that the installed version does not meet.
     """
 
     diffquant: str

@@ -229,7 +229,7 @@ def _of(value: Any) -> str:
 
 
 def split_texts(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Split text such as "logits,kv"; a list such as ["logits", "kv"] is returned as a tuple."""
+    """Return a tuple of texts from a text such as "logits,kv" or from a list such as ["logits", "kv"]."""
     return split_list(given) if isinstance(given, str) else tuple(given)
 
 
@@ -251,7 +251,7 @@ def parse_widths(given: str | int | Sequence[int | str]) -> tuple[int | str, ...
 
 
 def to_paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
-    """Return a tuple of one path or of several."""
+    """Return a tuple of paths from one path or from a sequence."""
     return (Path(given),) if isinstance(given, Path | str) else tuple(Path(path) for path in given)
 
 
@@ -263,8 +263,12 @@ def to_path(given: Path | str | None) -> Path | None:
 def read_task_options(given: Mapping[str, object], verb: Callable[..., object]) -> dict[str, object]:
     """Convert options of tasks that are given as text, such as lengths="64,128", to the types that tasks use.
 
+    Args:
+        given: values of options by name.
+        verb: verb that takes the options; an error about an unknown name may suggest one of its parameters.
+
     Raises:
-        UsageError: no task has such an option.
+        UsageError: no task has one of the options.
     """
     from diffquant.measure.tasks import task_options
 

@@ -16,33 +16,40 @@ if TYPE_CHECKING:
     from diffquant.checkpoints.weight_source import WeightSource
 
 
-def check_push(model: str | None, output: Path | str = "") -> None:
-    """Check, before work starts, that the output can be pushed to the hub. Does nothing if `model` is None.
+def check_push(repository: str | None, output: Path | str = "") -> None:
+    """Check, before work starts, that the output can be pushed to the hub.
+
+    Args:
+        repository: repository on the hub, or None to check nothing.
+        output: path of the output that will be written.
 
     Raises:
         UsageError: the output is a single file.
         DiffQuantError: see `diffquant.checkpoints.hub.check_pushable`.
     """
-    if model is not None:
+    if repository is not None:
         from diffquant.checkpoints.hub import check_pushable
         from diffquant.checkpoints.opening import is_gguf
 
         if is_gguf(Path(output)):
-            raise UsageError(f"{option_name('push', model)} uploads a folder, not a file; give a folder as output")
-        check_pushable(model)
+            raise UsageError(f"{option_name('push', repository)} uploads a folder, not a file; give a folder as output")
+        check_pushable(repository)
 
 
-def push_folder(folder: Path | str, model: str | None) -> None:
-    """Push a folder to the hub, and print what is sent and its URL. Does nothing if `model` is None.
+def push_folder(folder: Path | str, repository: str | None) -> None:
+    """Push a folder to the hub, and print what is sent and its URL.
+
+    Args:
+        repository: repository on the hub, or None to push nothing.
 
     Raises:
         CheckpointError: the hub refuses the upload, or cannot be reached.
     """
-    if model is not None:
+    if repository is not None:
         from diffquant.checkpoints.hub import describe_push, push
 
-        say(describe_push(Path(folder), model))
-        say(f"pushed to {push(Path(folder), model)}")
+        say(describe_push(Path(folder), repository))
+        say(f"pushed to {push(Path(folder), repository)}")
 
 
 LOGGER = logging.getLogger("diffquant.verbs")
@@ -59,7 +66,7 @@ def say_after_result(text: str, *, aside: bool = False) -> None:
     """Print a message after the result.
 
     Args:
-        aside: print to stderr, because the message is not part of the result.
+        aside: whether to print to stderr, for a message that is not part of the result.
     """
     LOGGER.info(text, extra={"follows": True, "aside": aside})
 

@@ -109,7 +109,10 @@ def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
 
 
 def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
-    """Return a preset's recipe with smaller groups for weights whose width is not a multiple of its group size."""
+    """Return a preset's recipe with smaller groups for weights whose width is not a multiple of the group size.
+
+    Print a note about these weights.
+    """
     from diffquant.quantization.targets import find_packable_modules
 
     targets, smaller = find_packable_modules(source), dict[str, Scheme]()
@@ -125,7 +128,12 @@ def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
 
 
 def choose_gptq_if_small(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
-    """Return the recipe with gptq if at most `GPTQ_WEIGHTS` weights are rounded or calibration data is given."""
+    """Return the recipe with rounding gptq for small models, or if it has calibration settings; otherwise unchanged.
+
+    A model is small if at most `GPTQ_WEIGHTS` of its weights are quantized. For a larger one, print a note. Nothing
+    changes if there is an importance matrix, or if the model has packed weights, no tokenizer or an unknown
+    architecture.
+    """
     from diffquant.checkpoints.source import Source
     from diffquant.checkpoints.tokenizer import has_tokenizer
     from diffquant.quantization.plan import plan_quantization
@@ -146,7 +154,11 @@ def choose_gptq_if_small(source: "Source | WeightSource", recipe: Recipe) -> Rec
 
 
 def choose_supported_rounding(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
-    """Return the recipe, with rounding nearest and a note if its rounding does not support its schemes."""
+    """Return a recipe whose rounding supports its schemes: if it does not, print a note and change it to nearest.
+
+    Raises:
+        UsageError: the rounding does not support the schemes, and has options or calibration settings.
+    """
     from diffquant.quantization.roundings import checked_rounding
     from diffquant.quantization.targets import find_packable_modules
 
@@ -164,13 +176,20 @@ def choose_supported_rounding(source: "Source | WeightSource", recipe: Recipe) -
 
 
 def update_rounding(
-    settings: RoundingSettings, given: str | Mapping[str, Any] | None, reads: Mapping[str, Any]
+    settings: RoundingSettings, given: str | Mapping[str, Any] | None, calibration: Mapping[str, Any]
 ) -> RoundingSettings:
-    """Return a recipe's rounding settings updated with the given ones. A different rule drops the recipe's settings."""
+    """Return a recipe's rounding settings with changes.
+
+    Args:
+        settings: the recipe's settings, which are dropped if `given` is a different rule.
+        given: a rule's name, or a mapping of settings as in a recipe, or None to keep the rule.
+        calibration: calibration settings by name; those that are None stay unchanged. A number of tokens replaces a
+            number of samples, and the reverse.
+    """
     if given is not None and given != settings.name:
         settings = RoundingSettings.parse(given)
-    given_reads = {name: value for name, value in reads.items() if value is not None}
+    changed = {name: value for name, value in calibration.items() if value is not None}
     for name, other in (("tokens", "samples"), ("samples", "tokens")):
-        if name in given_reads and other not in given_reads:
-            given_reads[other] = None
-    return replace(settings, **given_reads)
+        if name in changed and other not in changed:
+            changed[other] = None
+    return replace(settings, **changed)

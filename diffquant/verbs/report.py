@@ -69,7 +69,7 @@ def _is_index(file: Path) -> bool:
 
 
 def find_runs(folders: Sequence[Path]) -> dict[Path, Report]:
-    """Find the runs in and below the folders; return each page's path with its run.
+    """Find the runs in folders and their subfolders; return the report of each run by the path of its HTML page.
 
     Raises:
         UsageError: a run's numbers cannot be read.

@@ -99,7 +99,7 @@ def _metrics(word: str, kind: str) -> tuple[Metric, Metric]:
         lambda difference: f"{word} {format_interval(difference, '+.4f')} nats",
     )
     value = Metric(word, partial(_value_text, kind))
-    return replace(value, label="NLL, nats", of=_nll) if kind == "nll" else value, changed
+    return replace(value, label="NLL, nats", estimate=_nll) if kind == "nll" else value, changed
 
 
 POSITIONS = Columns(
@@ -182,7 +182,7 @@ class Nll(Task):
         return cls(text=text, window=window, batch_tokens=batch_tokens)
 
     @property
-    def token_count(self) -> int:
+    def total_tokens(self) -> int:
         return len(self.text) // CHARACTERS_PER_TOKEN
 
     def identity(self) -> JsonObject:

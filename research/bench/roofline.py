@@ -25,11 +25,11 @@ _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def measure_roofline(device: str, dtypes: list[str]) -> dict[str, dict[str, float]]:
-    """Measure the speeds of this machine; the best of three counts.
+    """Measure the speeds of a device; each is the best of three measurements.
 
     Returns:
-        "copy": bytes read and written per second; "matmul": operations per second by dtype; "cache": size of the
-        largest cache in bytes, if the system reports it.
+        "copy" has the bytes read and written per second, under "bytes a second"; "matmul" has operations per second by
+        dtype; "cache" has the size of the largest cache, under "bytes", if the system reports it.
     """
     data = torch.ones(_COPY_BYTES[device] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(data)
@@ -77,23 +77,29 @@ def count_cache(work: Workload, bits: int) -> Count:
 
 
 def count_call_per_map(work: Workload) -> Count:
-    """Count operations and bytes of one call per map: both read V; outputs are written, read again and combined.
+    """Count operations and bytes of one call per map, whose outputs are written, read again and combined.
 
-    In V2 both maps are one grouped call, which reads V once.
+    In V1 both calls read V. In V2 both maps are one grouped call, which reads V once.
     """
     reads = 1 if work.model.shares_keys else 2
     return _operations(work, qk=2, pv=2), _bytes(work, 1, reads, 2 + 2 + 1)
 
 
 def count_call_per_half(work: Workload) -> Count:
-    """Count operations and bytes of one call per map and half of V, or per map if V is as wide as K."""
+    """Count operations and bytes of one call for each map and half of V, combined as in `count_call_per_map`.
+
+    If a value is as wide as a key, V has no halves, and each map is one call.
+    """
     if work.model.value_width == work.model.width:
         return count_call_per_map(work)
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1)
 
 
 def count_simulated_logits(work: Workload) -> Count:
-    """Count operations and bytes with simulated quantized logits, computed twice: for their scales, then to round."""
+    """Count operations and bytes with simulated quantized logits.
+
+    Logits are computed twice: first to find their scales, then to round them.
+    """
     return _operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1)
 
 
@@ -110,7 +116,10 @@ def count_eager(work: Workload) -> Count:
 
 
 def count_eager_halves(work: Workload) -> Count:
-    """Count operations and bytes of whole maps computed once per half of V, as in transformers' DiffLlama."""
+    """Count operations and bytes of an implementation that computes whole maps once for each half of V.
+
+    DiffLlama of transformers does so.
+    """
     model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
     operations = 2 * entries * (4 * model.width + 2 * model.value_width)
     # Each of four maps: written by QK, read and written by softmax, read by PV.

@@ -120,9 +120,9 @@ def test_figures_are_those_of_torch_over_whole_passes(reference, candidate, resu
 def test_a_quantized_reference_and_a_candidate_of_16_bits_may_be_exchanged(reference, candidate, caplog):
     caplog.set_level(logging.INFO, "diffquant.verbs")
     diffquant.fidelity(reference, candidate, **READING)
-    assert "exchanged" not in caplog.text
+    assert "swap" not in caplog.text
     diffquant.fidelity(candidate, reference, **READING)
-    assert "the candidate has not; are they exchanged?" in caplog.text
+    assert "the candidate has not; did you swap the two models?" in caplog.text
 
 
 def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
@@ -260,7 +260,7 @@ def test_a_server_is_asked_once_how_it_begins_texts(reference, candidate, serve,
 
 def test_tokens_that_a_vocabulary_does_not_have_are_refused():
     def side(name, told):
-        return SimpleNamespace(name=name, bos_token_id=None, describe_model=dict, predict=lambda *_: told)
+        return SimpleNamespace(name=name, prepended_bos_id=None, describe_model=dict, predict=lambda *_: told)
 
     whole, more = random_logs(3, 7).float(), random_logs(3, 9).float()
     for other in (Distributions(more), Distributions(torch.full((3, 1), -1.0), torch.full((3, 1), 8), 1)):

@@ -70,18 +70,18 @@ def result(margins, **details):
 
 def test_the_change_of_the_margin_is_paired_with_students_interval():
     now, before = [0.01, -0.02, 0.04, 0.00], [0.02, -0.015, 0.04, 0.03]
-    change = MARGIN.of(result(now), result(before))
+    change = MARGIN.estimate(result(now), result(before))
     differences = 100 * (torch.tensor(now, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64))
     expected = t.interval(0.95, 3, differences.mean().item(), (differences.std() / 2).item())
     assert astuple(change) == pytest.approx((differences.mean().item(), *expected))
-    assert MARGIN.of(result(now), None) is None
-    assert MARGIN.of(None, result(before)) is None
+    assert MARGIN.estimate(result(now), None) is None
+    assert MARGIN.estimate(None, result(before)) is None
 
 
 def test_kl_is_a_mean_over_tokens():
     measured = result([0.1] * 3, kl_by_item=[0.1, 0.4, 0.2], tokens_by_item=[10, 30, 20])
-    assert KL.of(measured, None).mean == pytest.approx((1 + 12 + 4) / 60)
-    assert KL.of(result([0.1]), None) is None
+    assert KL.estimate(measured, None).mean == pytest.approx((1 + 12 + 4) / 60)
+    assert KL.estimate(result([0.1]), None) is None
 
 
 def test_items_without_choices_flip_too_and_means_over_draws_do_not():

@@ -150,7 +150,7 @@ def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
 
 def test_the_bar_of_a_share_is_wilsons_interval():
     right = TaskResult(metric="acc", score=1.0, n=5, values=[1.0] * 5)
-    share = astuple(ITEMS.metrics[0].of(right, right))
+    share = astuple(ITEMS.metrics[0].estimate(right, right))
     assert share == pytest.approx((100, 100 * wilson_interval(5, 5)[0], 100))
     assert ITEMS.metrics[0].text(right, None) == "100.0 [56.6, 100.0]"
 
@@ -160,10 +160,10 @@ def test_a_text_is_drawn_as_kl_with_its_interval_over_windows_and_not_at_16_bits
     kl = TaskResult(metric="perplexity", details={"kl": 0.3, "kl_by_window": [0.2, 0.5], "tokens_by_window": [64, 32]})
     interval = mean_interval([0.2, 0.5], [64, 32])
     (change,) = text.change_metrics
-    assert change.of(kl, None) == Difference(0.3, interval.low, interval.high)
+    assert change.estimate(kl, None) == Difference(0.3, interval.low, interval.high)
     earlier = TaskResult(metric="perplexity", details={"kl": 0.3})
-    assert change.of(earlier, None) == Difference(0.3, 0.3, 0.3)
-    assert change.of(TaskResult(metric="perplexity", details={"kl": None}), None) is None
+    assert change.estimate(earlier, None) == Difference(0.3, 0.3, 0.3)
+    assert change.estimate(TaskResult(metric="perplexity", details={"kl": None}), None) is None
 
 
 def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_measurable(sweep):

@@ -57,7 +57,7 @@ def test_recorded_cells_read_and_write_as_they_are(name):
         assert result.to_cell() == cell["result"]
         # What is compared with itself has no difference, and what is compared with nothing no KL.
         metrics = task_class_named(cell["task"]).columns.plotted_metrics
-        drawn = [each for each in (metric.of(result, result) for metric in metrics) if each]
+        drawn = [each for each in (metric.estimate(result, result) for metric in metrics) if each]
         assert all(each.low <= each.mean <= each.high for each in drawn)
         assert drawn or cell["bits"] == 16
 

@@ -76,7 +76,7 @@ def test_hits_and_others_together_are_all_tokens():
 
 def test_changes_are_paired_over_windows_and_weigh_as_their_tokens():
     now, before = measured(1), measured(0)
-    (all_, hit, other) = (change.of(now, before) for change in POSITIONS.change_metrics)
+    (all_, hit, other) = (change.estimate(now, before) for change in POSITIONS.change_metrics)
     differences = [
         a - b for a, b in zip(now.details["ar_hit_nll_by_window"], before.details["ar_hit_nll_by_window"], strict=True)
     ]
@@ -92,7 +92,7 @@ def test_a_window_without_hits_has_no_loss_of_hits():
     assert details["ar_hit_nll"] is None
     assert details["other_nll"] == pytest.approx(details["nll"])
     compared = measured(1, window=2), measured(0, window=2)
-    assert [change.of(*compared) is None for change in POSITIONS.change_metrics] == [False, True, False]
+    assert [change.estimate(*compared) is None for change in POSITIONS.change_metrics] == [False, True, False]
 
 
 def test_a_sweep_tabulates_and_draws_the_loss_by_place(tmp_path):

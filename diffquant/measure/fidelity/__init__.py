@@ -60,7 +60,7 @@ def compare_distributions(
 ) -> Compared:
     """Compare the next-token distributions of two models over the same N chunks of n tokens.
 
-    The second half of each chunk is scored: P positions.
+    In each chunk P positions are scored, those of its second half (see `count_scored_positions`).
 
     Args:
         chunks: token ids [N, n].
@@ -131,16 +131,19 @@ def save_base_file(side: ComparedModel, chunks: Tensor, path: Path, progress: Pr
 
 
 def _as_read(chunk: Tensor, side: ComparedModel) -> Tensor:
-    """Return a chunk with its first token replaced by the model's `bos_token_id`, if the model has one."""
-    if side.bos_token_id is None:
+    """Return a chunk with its first token replaced by the model's `prepended_bos_id`, if the model has one."""
+    if side.prepended_bos_id is None:
         return chunk
-    return torch.cat([torch.tensor([side.bos_token_id]), chunk[1:]])
+    return torch.cat([torch.tensor([side.prepended_bos_id]), chunk[1:]])
 
 
 def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
-    """Write a clause on how many of the scored tokens were also calibration data of the checkpoint.
+    """Describe, without a full stop, how a candidate checkpoint was calibrated.
+
+    If its calibration data are available, the text states how many of the scored tokens they contain.
 
     Args:
+        source: the candidate.
         scored: token ids of each scored piece of text.
     """
     record = source.path / RECORD

@@ -82,7 +82,7 @@ class BaseFile(ComparedModel):
         raise CheckpointError(f"{self.name} contains log-probabilities, but no tokenizer")
 
     @property
-    def bos_token_id(self) -> None:
+    def prepended_bos_id(self) -> None:
         return None
 
     def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002

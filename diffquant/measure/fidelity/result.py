@@ -29,14 +29,16 @@ class Fidelity(PrintableResult):
     """KL divergence and top-1 agreement of a candidate's next-token distributions with a reference's.
 
     Attributes:
-        reference, candidate: the compared models, each as plain data with its `name`.
+        reference, candidate: descriptions of the compared models as plain data, each with a `name`.
         text: the text's name, digest and sizes, and how much of it the candidate was calibrated on.
         mean: mean KL(reference ‖ candidate) in nats, with its 95 % interval.
-        quantiles: quantiles of the positions' KL in nats by name, with 95 % intervals.
+        quantiles: quantiles of the KL over all positions in nats, by name, with 95 % intervals.
         largest: largest KL at any position in nats.
         agreement: fraction of positions where both have the same top-1 token, with its 95 % interval.
-        perplexities: the reference's and the candidate's, or None if a server does not return all tokens.
-        k: k if a server returned only the top-k tokens, which makes the KL a lower bound; otherwise None.
+        perplexities: perplexity of the reference and of the candidate, or None if the model is a server that did not
+            return the log-probabilities of all tokens of the text.
+        k: number of top tokens that a server returned, which makes the KL a lower bound, or None if both distributions
+            are complete.
         settings: date, commit and versions.
     """
 
@@ -60,7 +62,7 @@ class Fidelity(PrintableResult):
         text: JsonObject,
         settings: JsonObject,
     ) -> "Fidelity":
-        """Compute the statistics of what `compare` returned."""
+        """Compute the statistics from what `compare_distributions` returned."""
         kl, is_same, nll, k = compared
         perplexities = _perplexity(nll[0]), _perplexity(nll[1])
         figures = _mean(kl), _quantiles(kl), float(kl.max()), _share(is_same), perplexities, k
@@ -159,7 +161,7 @@ def _quantiles(values: Tensor) -> dict[str, Difference]:
 
 
 def count_interval_groups(chunks: int) -> int:
-    """Return the number of parts into which a text's chunks are grouped; intervals treat each as one observation."""
+    """Return the number of groups into which a text's chunks are divided; intervals treat each group as one value."""
     return min(PARTS, chunks)
 
 

@@ -37,9 +37,9 @@ class Distributions:
     """Next-token distributions at P positions, over the whole vocabulary of V tokens, or only K known tokens.
 
     Attributes:
-        logs: log-probabilities [P, V] in float32, or [P, K] of the known tokens; -inf if a position has fewer than K.
-        ids: ids [P, K] of the known tokens, which include the top-k, or None if all V are known. All unknown tokens
-            count as one.
+        logs: log-probabilities [P, V] in float32, or [P, K] of the known tokens. A position with fewer than K known
+            tokens is filled up with -inf.
+        ids: ids [P, K] of the known tokens, which include the top-k, or None if all V are known.
         k: number of top tokens known at every position, or None if all tokens are known.
         is_stored: whether they were read from llama.cpp's file, which cuts off small log-probabilities.
     """
@@ -56,7 +56,7 @@ class Distributions:
         return top if self.ids is None else self.ids.gather(1, top[:, None])[:, 0]
 
     def log_probs_of(self, tokens: Tensor) -> Tensor:
-        """Return the log-probability [P] of one token id [P] per position; NaN if it is unknown."""
+        """Return each position's log-probability [P] of its token in `tokens` [P]; NaN if that token is unknown."""
         if self.ids is None:
             return self.logs.gather(1, tokens[:, None])[:, 0]
         is_it = (self.ids == tokens[:, None]) & self.logs.isfinite()
@@ -123,12 +123,12 @@ class ComparedModel(ABC):
 
     @abstractmethod
     def tokens(self, text: str) -> list[int]:
-        """Return a text's token ids, preceded by `bos_token_id` if the model has one."""
+        """Return a text's token ids, preceded by `prepended_bos_id` unless that is None."""
 
     @property
     @abstractmethod
-    def bos_token_id(self) -> int | None:
-        """Id of the BOS token that the tokenizer puts before every text, or None. It replaces a chunk's first token."""
+    def prepended_bos_id(self) -> int | None:
+        """Id of the BOS token that the tokenizer puts before every text, or None if it does not put one there."""
 
     @abstractmethod
     def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:
@@ -136,7 +136,7 @@ class ComparedModel(ABC):
 
         Args:
             chunk_index: index of the chunk in the text.
-            ids: its token ids [n], the first one replaced by `bos_token_id` if there is one.
+            ids: the chunk's n token ids [n]. The first one is `prepended_bos_id`, unless that is None.
         """
 
 
@@ -144,7 +144,8 @@ class LocalModel(ComparedModel):
     """A model that runs in this process.
 
     Args:
-        path: path of the checkpoint or exported folder, as its name.
+        path: path of the checkpoint or exported folder, which serves as the model's name.
+        model: the loaded model.
         about: what a result records about the model.
     """
 
@@ -160,12 +161,12 @@ class LocalModel(ComparedModel):
 
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        ids = ids if self.bos_token_id is None else [self.bos_token_id, *ids]
+        ids = ids if self.prepended_bos_id is None else [self.prepended_bos_id, *ids]
         self._check(ids)
         return ids
 
     @cached_property
-    def bos_token_id(self) -> int | None:
+    def prepended_bos_id(self) -> int | None:
         # Many tokenizers define a BOS token but do not put it before a text.
         bos, ids = self._model.tokenizer.bos_token_id, self._model.tokenizer.encode("a")
         return int(bos) if bos is not None and ids and ids[0] == bos else None
@@ -221,7 +222,7 @@ class ServedModel(ComparedModel):
         return tokens
 
     @cached_property
-    def bos_token_id(self) -> int | None:
+    def prepended_bos_id(self) -> int | None:
         first = self.tokens("a")[0]
         return first if self.tokens("b")[0] == first else None
 

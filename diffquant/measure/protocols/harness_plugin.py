@@ -41,7 +41,10 @@ class HarnessModel(LM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Return the log-probability of each (text,); every token is predicted once, from as much context as fits."""
+        """Return the log-probability of each text; a request's arguments are the tuple (text,).
+
+        Every token is predicted once, from as much context as fits.
+        """
         windows = [self._windows(request.args[0]) for request in requests]
         scores = iter(score(self.model, [w for of_text in windows for w in of_text], self.batch_tokens, self.progress))
         totals = [sum(next(scores)[0] for _ in of_text) for of_text in windows]

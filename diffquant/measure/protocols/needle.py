@@ -134,7 +134,10 @@ def compute_accuracy_grid(items: Iterable[NeedleItem], retrieved: Iterable[float
     """Compute the mean accuracy at each prompt length and depth, the grid of figure 5.
 
     Args:
-        retrieved: fraction of each item's queries that were answered rightly.
+        retrieved: fraction of each item's queries that were answered correctly.
+
+    Returns:
+        An object with length, depth, accuracy (from 0 to 1) and n, the number of items, for each cell of the grid.
     """
     cells: dict[tuple[int, float], list[float]] = {}
     for item, share in zip(items, retrieved, strict=True):
@@ -164,8 +167,9 @@ def make_checked_items(model: LanguageModel, text: str, plan: NeedlePlan) -> lis
 def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan) -> list[NeedleItem]:
     """Make the items of a plan.
 
-    They cycle over depths and lengths, so the first items are balanced, however many are used. Items depend only on
-    the arguments: a plan with more samples, or with its lengths in another order, contains the same items.
+    Items cycle over depths and lengths, so any number of first items covers these about equally. An item depends
+    only on the tokenizer, the text, the plan's seed and numbers of needles, and its own length, depth and sample
+    number. So a plan with more samples, or with its lengths in another order, contains the same items.
 
     Raises:
         UsageError: the tokenizer can encode too few of the text's sentences, or the needles do not fit.
@@ -181,10 +185,10 @@ def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan
 
 @lru_cache(maxsize=1)  # A sweep's next cell reads the same text.
 def encodable_sentences(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[tuple[str, int]]:
-    """Return a text's sentences in order with their token counts, without those that the tokenizer cannot encode.
+    """Return the sentences of a text that the tokenizer can encode, in order, each with its number of tokens.
 
     Raises:
-        UsageError: too few are left.
+        UsageError: the tokenizer can encode too few sentences.
     """
     in_text = split_sentences(text)
     encoded = tokenizer([f" {s}" for s in in_text], add_special_tokens=False)["input_ids"]
@@ -265,12 +269,12 @@ def needle_sentence(city: str, number: str) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences, each on one line, with straight apostrophes."""
+    """Split a text into sentences, replacing line breaks by spaces and curly apostrophes by straight ones."""
     return [s for s in _SENTENCE_END.split(" ".join(text.replace("’", "'").split())) if s]
 
 
 def needle_digest(items: Iterable[NeedleItem]) -> str:
-    """Compute a digest that changes with any item and with their order."""
+    """Compute a digest of the items in their order."""
     lines = (json.dumps([item.context, item.asked, item.depth, item.length]) for item in items)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

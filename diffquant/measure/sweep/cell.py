@@ -60,7 +60,7 @@ def check_same_environment(run: Run) -> None:
     """Check that this process has the models, code and versions with which a run's cells were planned.
 
     Raises:
-        CheckpointError: some differ; the message names all of them.
+        CheckpointError: a model, the code or a version differs; the message lists all differences.
     """
     # Cells with the same weights differ in the same entries.
     one_each = {cell.weights_key: cell for cell in run.cells}.values()
@@ -139,6 +139,9 @@ class Worker:
 def measure_all(run: Run, progress: Progress = report_nothing, device: str | None = None) -> None:
     """Measure a run's cells in this process; cells that other sweeps are measuring come last.
 
+    Args:
+        device: device to use; by default the one that the run was planned with.
+
     Raises:
         DiffQuantError: the folder of the cells is gone.
     """
@@ -160,7 +163,7 @@ def check_cells_folder(folder: Path) -> None:
     """Check that the folder of a sweep's cells can be read.
 
     Raises:
-        DiffQuantError: it cannot.
+        DiffQuantError: the folder cannot be read.
     """
     try:
         os.scandir(folder).close()
@@ -211,9 +214,9 @@ def make_cell_progress(progress: Progress, before: int, cells: int, caption: str
     """Return a callback that reports the progress of one cell as progress of the sweep.
 
     Args:
-        before: number of cells done before it.
+        before: number of the sweep's cells that are done already.
         cells: number of cells in the sweep.
-        caption: words for the cell.
+        caption: description of the cell, shown with its progress.
     """
     furthest = 0.0
 

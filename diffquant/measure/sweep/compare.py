@@ -32,9 +32,10 @@ class ComparisonReport(PrintableResult):
     """The comparison of everything that two sources have in common.
 
     Attributes:
-        before, after: the two sources as the caller named them, A and B.
+        before, after: the two sources as the caller gave them; the table calls them A and B.
+        comparisons: one comparison for each measure that both sources have, of each configuration and task.
         alone: results that only one source has.
-        left_out: measures that could not be compared, and why.
+        left_out: for each measure that could not be compared, a line with the reason.
     """
 
     before: str
@@ -127,7 +128,8 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
     matched by model: the same path, or else the same name.
 
     Raises:
-        UsageError: a source cannot be read, the two have nothing in common, or have different items in every task.
+        UsageError: a source cannot be read, the two have no configuration and task in common, or no measure can be
+            compared.
     """
     sides = _match_names(*(_outcomes(str(source)) for source in (before, after)))
     is_one_each = all(len({outcome.name for outcome in side}) == 1 for side in sides)

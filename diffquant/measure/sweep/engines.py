@@ -27,13 +27,16 @@ Raises:
 def choose_executor(
     options: SweepOptions, workers: int | None, devices: Sequence[str], ray: str | None, log: Callable[[str], None]
 ) -> tuple[SweepOptions, Engine]:
-    """Choose the processes that measure (this one, several, or a Ray cluster), and set the device in the options.
+    """Choose what measures a sweep's cells: this process, several processes, or a Ray cluster.
 
     Args:
         workers: number of processes; by default one per device.
         devices: devices to use; if there are several, each gets a process.
         ray: address of a Ray cluster, or None to run on this machine.
-        say: called with a line on how threads and memory are divided among processes.
+        log: called with a line on how threads and memory are divided among processes.
+
+    Returns:
+        The options with their `device` set, and the engine to pass to `run_sweep`.
 
     Raises:
         UsageError: options exclude each other, or a device does not exist.

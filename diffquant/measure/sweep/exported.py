@@ -76,7 +76,7 @@ class ExportedSubject:
         device: device that the folder runs on; "auto" lets the runtime choose one.
         state: device, inode, size and times of the folder's files, read before it was described.
         dtype, computing_device: dtype and device of the sweep's checkpoints.
-        compared_with: checkpoint whose 16-bit results it is compared with, if any.
+        compared_with: checkpoint whose 16-bit results are the baseline, or None if there is no baseline.
     """
 
     folder: Path
@@ -149,10 +149,10 @@ def _folder_state(folder: Path) -> FilesState:
 
 
 def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> None:
-    """Check that no exported folder would be spread over devices.
+    """Check that the options spread no exported folder over devices.
 
     Raises:
-        UsageError: one would be.
+        UsageError: there are folders, and the options have a `device_map`.
     """
     if folders and options.device_map is not None:
         raise UsageError(
@@ -162,10 +162,10 @@ def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> Non
 
 
 def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = None) -> None:
-    """Check that no option requests another precision than an exported model has.
+    """Check that nothing would change the precision of an exported model, which is fixed.
 
     Raises:
-        UsageError: an option does.
+        UsageError: a recipe is given, or the options set a dtype, an attention backend or scales.
     """
     if recipe is not None or (options.dtype, options.attention, options.scales) != ("auto", "auto", ()):
         raise UsageError(
@@ -177,7 +177,12 @@ def check_no_precision_options(options: SweepOptions, recipe: Recipe | None = No
 def make_exported_points(
     exported: Mapping[Path, ExportedDescription], sources: Mapping[Path, Source]
 ) -> list[SweepPoint]:
-    """Make one configuration per exported folder, compared with its checkpoint if that is in the sweep."""
+    """Make one configuration per exported folder, compared with its checkpoint if that is in the sweep.
+
+    Args:
+        exported: descriptions by folder.
+        sources: the sweep's checkpoints by path.
+    """
     if not exported:
         return []
 

@@ -90,13 +90,13 @@ def list_sizes(sweep: SweepResult) -> list[SizedPoint]:
 def recommend_smallest(found: Sequence[SizedPoint], path_of: Mapping[str, str]) -> tuple[Table, dict[str, str]]:
     """Recommend the smallest configuration with a small KL for each model, target and task.
 
-    If a KL has an interval, its upper end has to be small.
+    A KL is small if the upper end of its interval is below `SMALL_KL`. If no KL is small, 16 bits are recommended.
 
     Args:
-        path_of: path by name of each model that `quantize` can read.
+        path_of: paths of the models that `quantize` can read, by name.
 
     Returns:
-        A table with a row per recommendation, and by title the commands that make the recommended models.
+        A table with a row per recommendation, and the commands that make the recommended models, by title.
     """
     lines, commands = [], {}
     for model, target, task in dict.fromkeys((e.model, e.point.target, e.task) for e in found):
@@ -114,7 +114,11 @@ def recommend_smallest(found: Sequence[SizedPoint], path_of: Mapping[str, str]) 
 
 
 def draw_size_charts(found: Sequence[SizedPoint]) -> tuple[list[Drawing], list[Key]]:
-    """Draw a chart per task and target with a line per model and granularity; also return the legend."""
+    """Draw KL against size, in a chart per task and target with a line per model and granularity.
+
+    Returns:
+        The charts, and the entries of their common legend.
+    """
     series = list(dict.fromkeys(each.series for each in found))
     drawings = []
     for task, target in dict.fromkeys((each.task, each.point.target) for each in found):
@@ -140,7 +144,7 @@ def _draw_sizes(mine: Sequence[SizedPoint], series: Sequence[str], axis: Any, ti
 def kl_of(sweep: SweepResult, point: SweepPoint, task: str) -> Difference | None:
     """Return a configuration's KL from 16 bits, or None if the task does not measure it."""
     metric = next((change for change in task_class_named(task).columns.change_metrics if change.is_log), None)
-    return metric.of(*sweep.result_and_baseline(point, task)) if metric else None
+    return metric.estimate(*sweep.result_and_baseline(point, task)) if metric else None
 
 
 # Loss in percentage points that an interval must exclude before "no measurable loss" is informative.
@@ -164,7 +168,7 @@ def _leading_changes(sweep: SweepResult, task: str) -> list[tuple[SweepPoint, Di
     for change in columns.change_metrics:
         if columns.by_item and change.is_log:
             continue
-        measured = [(point, change.of(*sweep.result_and_baseline(point, task))) for point in sweep.points]
+        measured = [(point, change.estimate(*sweep.result_and_baseline(point, task))) for point in sweep.points]
         if changes := [(point, drawn) for point, drawn in measured if drawn is not None]:
             return changes
     return []
@@ -188,7 +192,7 @@ def _summarize_items(sweep: SweepResult, task: str, changes: Sequence[tuple[Swee
 
 def _explain_resolution(sweep: SweepResult, task: str, changes: Sequence[tuple[SweepPoint, Difference]]) -> str | None:
     """State which loss too few items cannot show, and what KL shows; return None if the items suffice."""
-    points = [drawn for point, _ in changes if (drawn := POINTS.of(*sweep.result_and_baseline(point, task)))]
+    points = [drawn for point, _ in changes if (drawn := POINTS.estimate(*sweep.result_and_baseline(point, task)))]
     if all(drawn.low >= -_SETTLED for drawn in points):
         return None
     widest = max((drawn.high - drawn.low) / 2 for drawn in points)
@@ -216,7 +220,7 @@ def _summarize_text(sweep: SweepResult, task: str, changes: Sequence[tuple[Sweep
 def _describe(sweep: SweepResult, point: SweepPoint, task: str) -> str:
     """Return a configuration's name and all of its measured changes, in words."""
     known = [
-        (change.words, change.of(*sweep.result_and_baseline(point, task)))
+        (change.words, change.estimate(*sweep.result_and_baseline(point, task)))
         for change in task_class_named(task).columns.change_metrics
     ]
     texts = [words(drawn) for words, drawn in known if words and drawn]

@@ -102,7 +102,7 @@ def list_points(models: Sequence[Path], options: SweepOptions) -> list[SweepPoin
     """List every configuration to measure: for each model 16 bits, then each target from the widest bits down.
 
     Raises:
-        UsageError: no model, a model given twice, or an unknown target, width or granularity.
+        UsageError: no model is given, a model is given twice, or a target, width or granularity is unknown.
     """
     if not models:
         raise UsageError("no model to sweep: give at least one checkpoint")

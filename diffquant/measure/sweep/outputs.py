@@ -21,15 +21,15 @@ from diffquant.support.outputs import RunFiles
 
 
 def sweep_files() -> RunFiles:
-    """Return the names of a sweep's files except its cells, including its tasks' plots."""
+    """Return the files that summarize a sweep, including the plots of all tasks, but not the files of cells."""
     plots = (name for kind in task_kinds() for name in kind.plots)
     return RunFiles("sweep.json", frozenset({"settings", "cells"}), ("table.csv", "report.html", "plot.png", *plots))
 
 
 def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
-    """Write table.csv, plot.png, the plots of its tasks such as needle's places.png, and report.html.
+    """Write table.csv, plot.png, each task's own plots (such as needle's places.png) and report.html.
 
-    Plots without data are left out.
+    Plots without data are left out. Return the paths of the written files.
     """
     plots = {"plot.png": partial(plot, sweep)}
     for kind in task_kinds():

@@ -48,12 +48,14 @@ def plan_sweep(
 
     Args:
         folder: folder of the cells.
+        runtime_of: returns the runtime for an exported folder, or None if the path is a checkpoint; needed only if
+            there are exported folders.
 
     Returns:
         The planned sweep, and the settings that its result records in addition to the cells.
 
     Raises:
-        UsageError, CheckpointError, MissingDependencyError: something is wrong with the models, options or data.
+        UsageError, CheckpointError, MissingDependencyError: a model, an option or a task's data cannot be used.
     """
     found = {model: runtime_of(model) if runtime_of else None for model in models}
     runtimes = {model: runtime for model, runtime in found.items() if runtime is not None}
@@ -158,7 +160,10 @@ def _check_scales(point: SweepPoint, scales: Path | None) -> None:
 
 
 def describe_work(run: Run) -> str:
-    """Describe the cells without a result: a line with their number and the estimated time, then one line for each."""
+    """Describe the cells that have no result yet.
+
+    The first line has their number and the estimated time; then each cell has a line.
+    """
     missing = [cell for cell in run.cells if cell.result is None]
     count, seconds = len(run.cells) - len(missing), estimate_seconds(run)
     held = f"; {count} {'is' if count == 1 else 'are'} already measured" if count else ""
@@ -199,7 +204,7 @@ def estimate_seconds(run: Run) -> float | None:
 
 def _products(run: Run, cell: Cell) -> int | None:
     """Estimate a cell's time as a number of products of a weight and a token, or return None if it is unknown."""
-    subject, tokens = run.subject_of(cell), run.tasks[cell.task].token_count
+    subject, tokens = run.subject_of(cell), run.tasks[cell.task].total_tokens
     if tokens is None or not isinstance(subject, CheckpointSubject) or subject.device != "cpu":
         return None
     recipe = cell.point.recipe
@@ -208,10 +213,11 @@ def _products(run: Run, cell: Cell) -> int | None:
 
 
 def explain_remeasuring(folder: Path, missing: Sequence[JsonObject]) -> str | None:
-    """Explain why cells are measured again, or return None if no result of other code or versions is stored.
+    """Explain which changes of code or versions cause cells to be measured again, or return None if there are none.
 
     Args:
-        missing: keys of the missing cells.
+        folder: folder of the stored cells.
+        missing: keys of the cells without a result.
     """
     before = {_lasting_key(key): key for key in _keys_in(folder)}
     pairs = [(before[_lasting_key(key)], key) for key in missing if _lasting_key(key) in before]

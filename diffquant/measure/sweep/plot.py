@@ -63,7 +63,7 @@ class PanelRow:
 
     Attributes:
         metric: number that is drawn.
-        lines: lines by the title of their panel.
+        lines: lines of each panel, by its title.
     """
 
     task: str
@@ -81,7 +81,7 @@ class PanelRow:
 
 
 def list_panel_rows(sweep: PlottableSweep) -> list[PanelRow]:
-    """List every band to draw, in the table's order of tasks; failed cells are left out."""
+    """List every row of panels to draw, in the table's order of tasks; failed cells are left out."""
     found = [
         PanelRow(task, metric, _lines(sweep, task, metric))
         for task in sweep.tasks
@@ -121,16 +121,17 @@ def plot(sweep: PlottableSweep, path: Path | BinaryIO) -> None:
     _figure(drawn).savefig(path, dpi=160)
 
 
-def draw_panels(band: PanelRow, models: Sequence[str]) -> list[Drawing]:
-    """Draw each panel of a band separately, with tooltips for its values.
+def draw_panels(panel_row: PanelRow, models: Sequence[str]) -> list[Drawing]:
+    """Draw each panel of a row as a separate picture, with tooltips for its values.
 
     Args:
-        models: all models of the page, so that each has the same look in every chart.
+        models: names of all models on the page, which determine each model's colour and marker.
     """
     found = []
-    for title, lines in band.lines.items():
-        size, name = (_WIDE, _TALL if band.is_change else _LOW), f"{band.task}, {title}: {band.metric.label}"
-        found.append(draw_panel(size, partial(_draw_named, lines, models, band), name, title))
+    for title, lines in panel_row.lines.items():
+        size = _WIDE, _TALL if panel_row.is_change else _LOW
+        name = f"{panel_row.task}, {title}: {panel_row.metric.label}"
+        found.append(draw_panel(size, partial(_draw_named, lines, models, panel_row), name, title))
     return found
 
 
@@ -140,7 +141,7 @@ def _draw_named(lines: Sequence[PlotLine], models: Sequence[str], band: PanelRow
 
 
 def explain_bars(panel_rows: Sequence[PanelRow]) -> str:
-    """Explain the bars and dashed lines in a sentence."""
+    """Return a line of text that explains the error bars and dashed lines."""
     if all(band.is_change for band in panel_rows):
         return "bars: 95 % intervals"
     return "bars: 95 % intervals, of differences paired over the same items; dashed: 16 bits"
@@ -152,7 +153,7 @@ def _lines(sweep: PlottableSweep, task: str, metric: Metric) -> dict[str, list[P
     shared = _granularities(sweep)
     drawn: dict[tuple[str, str], list[IntervalPoint]] = {}
     for point in sweep.points:
-        found = metric.of(*sweep.result_and_baseline(point, task))
+        found = metric.estimate(*sweep.result_and_baseline(point, task))
         model, change = sweep.names[point.model], found.plottable if found else None
         value = IntervalPoint(point.bits, change.mean, change.low, change.high) if change else None
         if point.is_baseline:

@@ -100,7 +100,7 @@ class SweepResult:
         ) if full else None
 
     def find_any_result(self, point: SweepPoint) -> TaskResult | None:
-        """Return any result of a configuration, for its stored sizes, or None if all of its cells failed."""
+        """Return a configuration's result of any task, for its stored sizes, or None if all of its cells failed."""
         return next(
             (found for task in self.tasks if (found := self._result_by_point_and_task.get((id(point), task)))), None
         )
@@ -118,7 +118,7 @@ class SweepResult:
         """Check that every cell has a result.
 
         Raises:
-            FailedCellsError: cells failed; the message has each with its error, and `result` is this object.
+            FailedCellsError: cells failed; the message lists their errors, and the exception's `result` is this object.
         """
         if self.failed_cells:
             lines = [f"{self.caption(cell)}: {cell.error}" for cell in self.failed_cells]
@@ -146,7 +146,14 @@ class SweepResult:
 
 
 def read_sweep(file: Path) -> SweepResult:
-    """Read a sweep.json. Its points have empty recipes, since tables and plots show only their names."""
+    """Read a sweep.json, or sweep.json.xz if only that exists.
+
+    Recipes are not stored, so those of its points are empty.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError, LookupError, TypeError: the file is not a sweep's.
+    """
     data = parse_json(read_text_or_xz(file))
     points: dict[tuple[object, ...], SweepPoint] = {}
     cells = []
@@ -185,7 +192,7 @@ def csv_table(sweep: SweepResult) -> str:
 
 
 def json_rows(sweep: SweepResult) -> list[JsonObject]:
-    """Return the table as plain data, one flat object per row; missing or infinite values are None."""
+    """Return the table's rows as flat objects with unrounded numbers; missing or infinite numbers are None."""
     return [replace_nonfinite(_record(sweep, point)) for point in sweep.points]
 
 
@@ -216,7 +223,7 @@ def notes(sweep: SweepResult) -> list[str]:
         results_by_columns.setdefault(task_class_named(task).columns, []).extend(sweep.results_of(task))
     texts = [note for columns, results in results_by_columns.items() for note in columns.notes(results)]
     compared = sum(
-        change.of(*sweep.result_and_baseline(point, task)) is not None
+        change.estimate(*sweep.result_and_baseline(point, task)) is not None
         for point in sweep.points
         for task in sweep.tasks
         for change in task_class_named(task).columns.change_metrics

@@ -54,7 +54,8 @@ def run_sweep(
     Args:
         models: checkpoints and exported folders. A folder is one row, compared with the checkpoint it was made
             from if that is in the sweep.
-        runtime_of: returns the runtime for an exported folder; not needed for checkpoints.
+        runtime_of: returns the runtime for an exported folder, or None if the path is a checkpoint; needed only if
+            there are exported folders.
         engine: function that measures the cells; by default in this process.
         on_plan: called with a description of the work before anything is written; an exception that it raises ends the
             sweep.
@@ -69,7 +70,7 @@ def run_sweep(
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: an error was found before the first cell.
-        OutputExistsError: `output` holds files with a sweep's file names that no sweep wrote.
+        OutputExistsError: a file that the sweep would replace was not written by a sweep.
         DiffQuantError: `output` is gone, or no process is left to measure the cells.
         KeyboardInterrupt: the sweep was interrupted; the message says how to resume.
     """
@@ -156,14 +157,16 @@ def evaluate(
     Args:
         path: checkpoint, or exported folder, which is measured in its own precision.
         recipe: recipe to simulate; by default the one that a quantized checkpoint records.
-        options: tasks and their options, dtype, device and scales; options of a grid are ignored.
-        runtime_of: returns the runtime for an exported folder; not needed for checkpoints.
+        options: tasks and their options, dtype, device and scales; bits, targets, granularities and recipes are
+            ignored.
+        runtime_of: returns the runtime for an exported folder, or None if the path is a checkpoint; needed only if
+            `path` is an exported folder.
 
     Returns:
         Results by the task's name.
 
     Raises:
-        DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
+        DiffQuantError: the checkpoint, the tasks or their data cannot be read; raised before the first item.
         NotQuantizedError: a layer did not quantize its logits or operands.
     """
     device = resolve_device(options.computing_device)

@@ -44,21 +44,33 @@ class Subject(Protocol):
         """Largest number of bytes of weights that it holds at once."""
 
     def key(self, recipe: Recipe) -> JsonObject:
-        """Return everything that a result depends on, apart from the task and the code."""
+        """Return everything on which a result under a recipe depends, except the task and the code."""
 
     def python_modules(self, recipe: Recipe) -> tuple[str, ...]:
-        """Return names of the modules whose versions decide a result, apart from the task's."""
+        """Return names of the modules whose code determines a result under a recipe, except the task's module."""
 
     def copy_to(self, device: str | None) -> Self:
-        """Copy it with separate weights, optionally to another device of the same kind; results stay the same."""
+        """Return a copy with separate weights and the same results.
+
+        Args:
+            device: another device of the same kind, such as "cuda:1", or None to keep the device.
+        """
 
     def compute_reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> ModelOutputs | None:
-        """Return the 16-bit model's outputs that a task compares a recipe's with, or None if there is no comparison."""
+        """Return the 16-bit model's outputs, with which a task compares the outputs under a recipe.
+
+        It returns None when nothing is compared: the recipe is empty, the task needs no outputs, or the sweep has no
+        16-bit model.
+        """
 
     def measure(
         self, task: Task, recipe: Recipe | None, reference: ModelOutputs | None, progress: Progress
     ) -> TaskResult:
-        """Run a task under a recipe, by default the recorded one, and return the result with its time and stored sizes.
+        """Run a task, and return the result with its time and stored sizes.
+
+        Args:
+            recipe: recipe to simulate, or None to use the one that the model records.
+            reference: result of `compute_reference`.
 
         Raises:
             NotQuantizedError: a layer did not quantize its logits or operands.
@@ -74,7 +86,7 @@ def run_timed(task: Task, model: LanguageModel, reference: ModelOutputs | None, 
 
 
 def settings_key(dtype: torch.dtype, device: str) -> JsonObject:
-    """Return the settings on which every result depends, of checkpoints and of exported folders."""
+    """Return the settings on which the results of all subjects depend: the dtype, and versions of libraries."""
     return {"dtype": dtype_name(dtype), "versions": list_compute_versions(device)}
 
 
@@ -86,8 +98,8 @@ class CheckpointSubject:
         source: opened checkpoint; pickled as its path.
         device: device that computes.
         attention: name of an attention backend, or "auto".
-        places: places that the model is spread over, or None to hold it on the device.
-        scales: file of ranges calibrated on it, for static schemes.
+        places: devices and memories that the model is spread over, or None to keep it on `device`.
+        scales: file of ranges that were calibrated on this checkpoint, for static schemes, or None.
     """
 
     source: Source
@@ -155,7 +167,10 @@ class CheckpointSubject:
         return replace(result, weight_bytes=nbytes, kv_bytes=kv_bytes_per_token(model), logit_report=report)
 
     def model(self, recipe: Recipe | None) -> CausalModel:
-        """Return the model under a recipe, by default its recorded one; loads weights only if their schemes changed."""
+        """Return the model under a recipe, or under the one that it records if `recipe` is None.
+
+        Weights are loaded again only if their schemes changed since the last call.
+        """
         wanted, _ = resolve_recipe(self.source, recipe)
         if self._loaded is None or weight_schemes_text(self._loaded.recipe) != weight_schemes_text(wanted):
             if self._loaded is not None:
@@ -189,7 +204,7 @@ def weight_bytes(source: Source, recipe: Recipe) -> int:
 
 
 def cached_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
-    """Measure bytes per token of one layer's keys or values under a scheme, averaged over 1,024 tokens.
+    """Measure the bytes per token of one layer's keys or values under a scheme, as a mean over 1,024 tokens.
 
     Args:
         heads: number of heads in the cache.
@@ -201,7 +216,7 @@ def cached_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
 
 
 def kv_bytes_per_token(model: CausalModel, tokens: int = _KV_TOKENS) -> float:
-    """Measure bytes of keys and values per token of one sequence in the recipe's cache, averaged over `tokens`.
+    """Measure the bytes of keys and values per token in the cache of a model's recipe, as a mean over `tokens` tokens.
 
     Layers with a window hold only the window. The states of recurrent layers are not counted, since their size does
     not depend on the number of tokens.

@@ -38,7 +38,7 @@ class RemoteWorker(Protocol):
         """Return the result of a finished call.
 
         Raises:
-            BrokenExecutor: the worker died; the message names it and how it died.
+            BrokenExecutor: the worker died; the message names the worker, and the signal or exit code.
         """
 
     def stop(self) -> None:
@@ -114,11 +114,12 @@ def run_processes(
 
     Args:
         workers: number of processes, which share torch's threads; 1 means this process.
-        devices: devices to give the processes in turn, such as ("cuda:0", "cuda:1"); empty to use the planned one.
+        devices: devices to assign to the processes in turn, such as ("cuda:0", "cuda:1"). If empty, every process uses
+            the device that the run was planned with.
         say: called with a line on how threads and memory are divided among the workers.
 
     Raises:
-        UsageError: there is less memory than the workers need.
+        UsageError: the workers need more memory than is available.
         DiffQuantError: the folder of the cells is gone, or a worker dies before it measures anything.
     """
     devices_by_place = [devices[place % len(devices)] if devices else None for place in range(workers)]

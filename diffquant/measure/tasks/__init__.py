@@ -16,7 +16,7 @@ _Task = TypeVar("_Task", bound=type[Task])
 
 
 def register(task: _Task) -> _Task:
-    """Register a task's class under its kind; a class decorator.
+    """Register a task's class under its kind, and return it; use this as a class decorator.
 
     Raises:
         ValueError: the kind is already registered, or another task has a different option with the same name.
@@ -38,10 +38,10 @@ def task_kinds() -> list[type[Task]]:
 
 
 def task_class_named(name: str) -> type[Task]:
-    """Return the class of the task with a name, such as "needle:4:2".
+    """Return the class of a task from the kind in the task's name: "needle" in "needle:4:2".
 
     Raises:
-        UsageError: there is no such task.
+        UsageError: there is no task of this kind.
     """
     _import_tasks()
     kind = name.partition(":")[0]
@@ -59,15 +59,15 @@ def task_class_named(name: str) -> type[Task]:
 
 
 def task_options() -> list[TaskOption[object]]:
-    """Return every option of any task, each once."""
+    """Return the options of all tasks, without duplicates."""
     return list({option.name: option for task in task_kinds() for option in task.options}.values())
 
 
 def check_options(values: Mapping[str, object]) -> None:
-    """Check that some task has each of these options.
+    """Check that every option in `values` belongs to at least one task.
 
     Raises:
-        UsageError: no task has one of them; the message names all such options.
+        UsageError: some options belong to no task; the message names them.
     """
     unknown = sorted(values.keys() - {option.name for option in task_options()})
     if unknown:
@@ -75,11 +75,14 @@ def check_options(values: Mapping[str, object]) -> None:
 
 
 def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens: int) -> list[Task]:
-    """Make the tasks with these names, each once, and read their items and text.
+    """Make the tasks with these names, without duplicates, and read their items and text.
+
+    Args:
+        values: values of the tasks' options by name.
 
     Raises:
-        UsageError: a task is unknown, items or text cannot be read, or none of the tasks has an option; the message
-            names all such errors.
+        UsageError: a task is unknown, its items or text cannot be read, or a given option would affect none of the
+            tasks. The message lists all errors.
         MissingDependencyError: a package that a task needs is not installed.
     """
     tasks, faults = [], []

@@ -49,7 +49,7 @@ MARGIN = Metric(
     f"change of the margin,\nnats per {_CHARACTERS} characters",
     _margin,
     lambda change: f"margin {format_interval(change, '+.2f')} nats per {_CHARACTERS} characters",
-    needs="margins",
+    required_detail="margins",
 )
 KL = Metric(
     "KL [95 %]",
@@ -58,7 +58,7 @@ KL = Metric(
     _kl,
     lambda change: f"KL {format_kl(change)}",
     is_log=True,
-    needs="margins",
+    required_detail="margins",
 )
 
 
@@ -119,7 +119,7 @@ class HellaSwag(Task):
         return cls(items=tuple(items), batch_tokens=batch_tokens)
 
     @property
-    def token_count(self) -> int:
+    def total_tokens(self) -> int:
         return sum(len(item.query) + sum(map(len, item.endings)) for item in self.items) // CHARACTERS_PER_TOKEN
 
     def identity(self) -> JsonObject:

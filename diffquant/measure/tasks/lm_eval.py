@@ -41,7 +41,7 @@ class Harness(Task):
 
     Attributes:
         task: name of a task in lm-eval, or path of the YAML file of a task or a group of tasks.
-        limit: number of items of each subtask, all by default.
+        limit: number of items of each subtask, or None to take all.
     """
 
     kind: ClassVar = "lm-eval"
@@ -81,7 +81,8 @@ class Harness(Task):
     def run(self, model: "LanguageModel", reference: "ModelOutputs | None", progress: Progress) -> TaskResult:  # noqa: ARG002
         """Run the task, and return all of its metrics.
 
-        The score is the first metric of `_PREFERRED` that the task has, item by item, under the task's first filter.
+        The score is the first of acc_norm, acc, exact_match, f1 and word_perplexity that the task has, computed with
+        the task's first filter of lm-eval. `values` has it for each item, if lm-eval computes it for single items.
 
         Raises:
             MissingDependencyError: lm-eval is not installed.
@@ -118,10 +119,16 @@ def require_lm_eval() -> None:
 
 
 def require_trust(task: str, is_trusted: bool) -> None:
-    """Check that the user trusts a task's YAML file to run code, and log what runs; lm-eval's own files are trusted.
+    """Check that the user trusts a task whose YAML file is not part of lm-eval, since lm-eval runs code from it.
+
+    If the user trusts it, log a warning that names the file. Tasks of lm-eval are always trusted.
+
+    Args:
+        task: name of a task, or path of its YAML file.
+        is_trusted: whether the user trusts the file.
 
     Raises:
-        UsageError: the file is not part of lm-eval, and `is_trusted` is not set.
+        UsageError: the file is not part of lm-eval, and `is_trusted` is False.
     """
     if not _is_file(task):
         return

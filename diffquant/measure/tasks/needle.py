@@ -42,7 +42,7 @@ LENGTHS = TaskOption[tuple[int, ...]](
 
 
 def accuracy_by_depth(cell: Cell) -> dict[tuple[float, int], float]:
-    """Return the accuracy of a needle cell in percent, by (depth, prompt length)."""
+    """Return the accuracy in percent of a measured needle cell, by (depth, prompt length)."""
     places = cell.result.details["by_place"] if cell.result else []
     return {(place["depth"], int(place["length"])): 100 * place["accuracy"] for place in places}
 
@@ -104,9 +104,9 @@ class Needle(Task):
     """Retrieval of numbers hidden in prose; the items depend on the tokenizer.
 
     Attributes:
-        text: prose that the numbers are hidden in.
-        plan: plan of the items.
-        limit: number of items, all by default.
+        text: prose in which the numbers are hidden.
+        plan: settings that determine the items.
+        limit: number of items to measure, or None to take all.
     """
 
     kind: ClassVar = "needle"
@@ -138,7 +138,7 @@ class Needle(Task):
         return f"{self.kind}:{self.plan.needles}:{self.plan.asked}"
 
     @property
-    def token_count(self) -> int:
+    def total_tokens(self) -> int:
         return sum(self.plan.item_lengths[: self.limit])
 
     def identity(self) -> JsonObject:

@@ -111,7 +111,7 @@ class Perplexity(Task):
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
     @property
-    def token_count(self) -> int:
+    def total_tokens(self) -> int:
         # Windows overlap; a single window is no longer than the text.
         read = len(self.text) // CHARACTERS_PER_TOKEN
         return read if read <= self.window else read * self.window // self.stride
@@ -151,12 +151,14 @@ def compute_perplexity(
         reference: states of another model, from `compute_reference`.
 
     Returns:
-        The details of a task's result: the exponential of the mean loss; the mean KL(reference ‖ this model) of the
-        next-token distributions in nats, or None if there is no reference; and the number of tokens that each window
-        predicts, with the means over them in nats.
+        The details of a task's result. "perplexity" is the exponential of the mean loss in nats, "bits_per_byte" the
+        loss in bits per byte of the text. "kl" is the mean KL(reference ‖ model) of the next-token distributions in
+        nats, or None if there is no reference. "tokens" is the number of predicted tokens, "text_bytes" the text's
+        length in bytes. "tokens_by_window", "nll_by_window" and "kl_by_window" are lists with each window's number of
+        predicted tokens, mean loss and mean KL; the last list is empty if there is no reference.
 
     Raises:
-        UsageError: the text is too short, or window and stride do not fit.
+        UsageError: the text is too short, or window and stride do not fit (see `check_text_windows`).
         NonFiniteError: the model's logits are not finite, or the perplexity exceeds the largest float.
     """
     import torch
@@ -219,7 +221,7 @@ def compute_reference(
     """Return a reference model's outputs at every scored token of a text, for the KL of other models.
 
     Raises:
-        UsageError: the text is too short, or window and stride do not fit.
+        UsageError: the text is too short, or window and stride do not fit (see `check_text_windows`).
     """
     import torch
 
@@ -236,10 +238,10 @@ def compute_reference(
 
 
 def check_text_windows(window: int, stride: int) -> None:
-    """Check that windows cover the text.
+    """Check that windows of this length and stride skip no tokens of a text.
 
     Raises:
-        UsageError: the stride would skip tokens, or nothing would be read.
+        UsageError: the stride is below 1 or above the window's length.
     """
     if not 1 <= stride <= window:
         raise UsageError(f"stride {stride} must be between 1 and the window, {window} tokens")

@@ -52,7 +52,7 @@ class Option:
         name: name of the verb's parameter, or of a task's option.
         kind: how the command line reads it.
         default: default on the command line; `inspect.Parameter.empty` if it is required.
-        help: its sentence in the help.
+        help: description in the help.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Option:
 
 
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:
-    """Return the current option name for each former name, which still works."""
+    """Return a verb's options that were renamed: the current name by former name, which still works."""
     return {option.kind.former_name: option.name for option in list_options(verb) if option.kind.former_name}
 
 

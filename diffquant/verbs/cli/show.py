@@ -39,7 +39,7 @@ class ResultView:
     Attributes:
         text: function from the result and the verb's arguments to the text to print, or to None to print nothing.
         data: function from the result and the verb's arguments to JSON, or None if the verb has no JSON output.
-        plan: function from a plan to the text to print.
+        plan: function from the verb's plan, which `on_plan` gets, to the text to print.
         details: function from the result to the text that only --details prints, or None if there is no such text.
     """
 
@@ -54,8 +54,10 @@ class ResultView:
         """Print a result.
 
         Args:
-            error_text: message of the error that is raised next, which is not printed twice, or None if there is no
-                error.
+            given: the verb's arguments by name.
+            as_json: whether to print JSON, if the verb has JSON output.
+            error_text: message of the error that is raised next, or None if there is no error. A result with this text
+                is not printed.
             is_detailed: whether --details was given.
         """
         clear_line()
@@ -94,8 +96,8 @@ class _Notes(logging.Handler):
 def print_notes(as_json: bool) -> Iterator[None]:
     """Print verbs' messages on stderr inside the context.
 
-    Messages that belong after the result are printed when the context exits: on stdout, or on stderr if they are asides
-    or `as_json` is set.
+    Messages of `say_after_result` are printed when the context exits: on stdout, or on stderr if they are asides or
+    `as_json` is set.
 
     Args:
         as_json: whether stdout must contain only JSON.

@@ -46,7 +46,9 @@ def main() -> int:
 
 
 def tune(path: Path, progress: Progress = report_nothing) -> str:
-    """Tune every kernel configuration of this device, field by field, and write faster ones; return a summary.
+    """Tune every kernel configuration of this device, and write the faster ones to a file.
+
+    Return a summary with a line for each configuration.
 
     Raises:
         UsageError: there is no CUDA device.
@@ -97,7 +99,7 @@ def list_neighbour_values(config: Config, field: str) -> Iterator[int]:
 
 
 def tune_config(key: str, config: Config, work: Callable[[], object], is_right: Check) -> tuple[float, float, Config]:
-    """Tune one configuration; values that fail or give wrong results are skipped.
+    """Tune the fields of one configuration, one after another; values that fail or give wrong results are skipped.
 
     Args:
         key: key of the configuration.
@@ -125,7 +127,10 @@ def tune_config(key: str, config: Config, work: Callable[[], object], is_right: 
 
 
 def make_tuning_case(key: str) -> tuple[Callable[[], object], Check]:
-    """Return a function that runs the kernel of a configuration's key, and one that checks the kernel's result.
+    """Return a function that runs a kernel, and one that returns whether the kernel's result is correct.
+
+    Args:
+        key: key of the kernel's configuration, see `active_configs`.
 
     Raises:
         UsageError: no workload of the bench uses the configuration.
