@@ -75,8 +75,8 @@ def warpgroup_refusal(device: torch.device) -> str | None:
     )
 
 
-def fp8_refusal(device: torch.device) -> str | None:
-    """Return why a device does not support fp8 products, or None if it does."""
+def fp8_pv_refusal(device: torch.device) -> str | None:
+    """Return why a device does not support P·V in fp8 in the attention kernels, or None if it does."""
     if compute_capability(device) < (8, 9):
         return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
     return None
@@ -84,7 +84,7 @@ def fp8_refusal(device: torch.device) -> str | None:
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the properties of a device; on a CPU, those with which launches on Triton's interpreter are planned."""
+    """Return the properties of a device; on a CPU, those assumed for launches on Triton's interpreter."""
     # Cached, since every layer of every step uses it.
     if device.type != "cuda":
         return _INTERPRETER
@@ -117,7 +117,10 @@ def device_class(device: torch.device) -> str:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the maximum shared memory per thread block in bytes; for the interpreter, that of the smallest devices."""
+    """Return a device's maximum shared memory per thread block in bytes.
+
+    For Triton's interpreter it is that of the GPUs with the least.
+    """
     return gpu_of(device).shared_memory
 
 
@@ -133,7 +136,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def registers_per_thread(blocks: int, warps: int) -> int:
-    """Return the most registers per thread with which `blocks` thread blocks of `warps` warps fit a multiprocessor."""
+    """Return how many registers a thread may use if `blocks` thread blocks of `warps` warps share a multiprocessor."""
     return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
 
 
@@ -195,7 +198,7 @@ def survey_kernels(device: torch.device) -> KernelSurvey:
     everything = device_refusal(device)
     refusals = {
         "packed linear layers of more than 256 tokens, which dequantize the weight first": warpgroup_refusal(device),
-        "attention triton-fp8": fp8_refusal(device),
+        "attention triton-fp8": fp8_pv_refusal(device),
     }
     if everything is not None:
         refusals = {"any of them": everything}

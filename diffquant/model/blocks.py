@@ -76,8 +76,8 @@ class Block(ABC):
         export: "module:function" that adds it to an exported graph; "" if it cannot be exported.
         kind: name for a layer with this block; "" if the block does not distinguish layers.
         targets: the `LAYER_TARGETS` of a recipe that apply to it.
-        cached_shapes: `CachedShapes` of what it caches per token, the shapes of a recurrent state without the batch axis,
-            or None if it caches nothing.
+        cached_shapes: `CachedShapes` of what it caches per token, the shapes of a recurrent state without the batch
+            axis, or None if it caches nothing.
     """
 
     module: ClassVar[str]
@@ -130,12 +130,15 @@ def linear_parameters(
 
 
 def prefix_names(place: str, parameters: Parameters) -> Parameters:
-    """Prefix the names of parameters with `place` and a dot, the name of the part of a block that contains them."""
+    """Prefix the names of parameters with `place`, the name of the module that contains them, and a dot."""
     return {f"{place}.{name}": parameter for name, parameter in parameters.items()}
 
 
 def pair_parameters(spec: DiffSpec, *, is_float32: bool = False) -> Parameters:
-    """Return the parameters of attention's λ vectors, kept in float32 if `is_float32`, and of its pair norm."""
+    """Return the λ vectors and the pair norm's weight of an attention, as far as it has them.
+
+    `is_float32` applies to the λ vectors, as in `ParameterSpec`.
+    """
     vectors = LAMBDA_VECTORS if spec.lam == "exp" else ()
     norm = {"subln.weight": ParameterSpec((spec.value_dim,))} if spec.post_norm == "affine" else {}
     return {name: ParameterSpec((spec.head_dim,), is_float32=is_float32) for name in vectors} | norm

@@ -21,7 +21,7 @@ class PackedStates:
 
     Scales have the dtype of the keys or values, or are bytes in formats that encode scales. With granularity column,
     `scheme.size` tokens share one scale per channel and stay unquantized until their block is full. Blocks are counted
-    from the first position, so left padding moves their borders.
+    from the first position, padding included.
     """
 
     def __init__(self, scheme: Scheme, residual: int, ranges: Tensor | None = None) -> None:

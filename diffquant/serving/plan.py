@@ -46,18 +46,20 @@ _APART = 2 << 30
 def plan_capacity(
     memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: str, context: int | None
 ) -> tuple[int, int]:
-    """Return how many tokens a request may have, and how many bytes the KV cache of all requests takes.
-
-    Both are chosen so that the weights and the cache fit into memory.
+    """Choose the tokens per request and the bytes of the KV cache so that weights and cache fit into memory.
 
     Args:
         memory: free bytes.
+        checkpoint, adapter: the checkpoint to serve and its adapter.
         dtype: name of the dtype of the weights while served.
         itemsize: bytes of an element of the cached keys and values.
         context: tokens per request; by default as many as the model supports and fit into memory.
 
     Raises:
         UsageError: not even one request with `context` tokens fits, or the model supports fewer positions.
+
+    Returns:
+        Largest number of tokens of a request, prompt included, and number of bytes of the cache of all requests.
     """
     architecture = adapter.architecture
     a_token, a_request = _cache_bytes(architecture, itemsize)
@@ -232,8 +234,8 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
         ranks: number of devices.
 
     Raises:
-        UsageError: head pairs would be split between devices, the plugin serves the model on one device alone, or the
-            modelling file has no plan for tensor parallelism.
+        UsageError: head pairs would be split between devices, the plugin serves the model on a single device only, or
+            the plugin is not used and the folder's modelling file has no plan for tensor parallelism.
     """
     if not _is_compiled(adapter):
         raise UsageError(f"{config['model_type']} is served on one rank: leave out {option_name('ranks', ranks)}")

@@ -9,7 +9,7 @@ import torch
 
 from diffquant.kernels import gpu
 from diffquant.kernels.cache.decode_cut import TILES, DecodeSplit, choose_split_count
-from diffquant.kernels.gpu import device_refusal, fp8_refusal, survey_kernels, triton_version, warpgroup_refusal
+from diffquant.kernels.gpu import device_refusal, fp8_pv_refusal, survey_kernels, triton_version, warpgroup_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module
 from diffquant.kernels.linear.linear import launch_matmul, linear
@@ -160,4 +160,4 @@ def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatc
     machine((8, 0), "3.4.0")
     assert list(survey_kernels(CUDA).refused) == ["any of them"]
     machine((8, 6))
-    assert survey_kernels(CUDA).refused == {"attention triton-fp8": fp8_refusal(CUDA)}
+    assert survey_kernels(CUDA).refused == {"attention triton-fp8": fp8_pv_refusal(CUDA)}

@@ -29,7 +29,7 @@ from diffquant.kernels.attention.online import (
 )
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv, swizzle
 from diffquant.kernels.configs import choose_config, make_attention_config
-from diffquant.kernels.gpu import device_class, fp8_refusal
+from diffquant.kernels.gpu import device_class, fp8_pv_refusal
 
 # log2(448): softmax weights are multiplied by 448, e4m3's largest number, to use its whole range.
 _E4M3_TOP = tl.constexpr(8.807354922057604)
@@ -220,7 +220,7 @@ def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:
     """Return why `prefill_int8` cannot serve a call on a device that runs Triton, or None."""
     if pv not in PV_TYPES:
         return f"P·V in {pv!r} is unknown; choose from {', '.join(PV_TYPES)}"
-    if pv == "fp8" and (reason := fp8_refusal(call.v.device)):
+    if pv == "fp8" and (reason := fp8_pv_refusal(call.v.device)):
         return reason
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 

@@ -112,9 +112,9 @@ def head_pointers(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK:
 
 @triton.jit
 def ring_pointers(recent):
-    """Return the pointer to recent unquantized keys or values three times.
+    """Return a pointer to a ring of unquantized keys or values three times.
 
-    The copies take the place of the codes, high bits and scales from `head_pointers`.
+    The result can be used like that of `head_pointers`, although a ring has neither high bits nor scales.
     """
     return recent, recent, recent
 
@@ -124,7 +124,7 @@ PAGE = tl.constexpr(repack.FRAGMENT)
 
 @triton.jit
 def load_page_numbers(Table, begin, oldest, end, COUNT: tl.constexpr):
-    """Return a tuple of the numbers of COUNT pages: those of the 16 · COUNT tokens from `begin` on.
+    """Return a tuple of COUNT page numbers: those of the 16 · COUNT tokens from `begin` on.
 
     Queries see tokens from `oldest` to exclusive `end`. Table entries of other pages may be undefined, so they are not
     read; the nearest defined entry is returned in their place.

@@ -179,7 +179,9 @@ def load_chunk(
     dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Load and unpack one chunk of the row blocks with indices `block`, with group scales but not `row_scale`.
+    """Load and unpack one chunk of the row blocks with indices `block`; apply group scales, but not `row_scale`.
+
+    Blocks, chunks and arguments are those of `PackedWeight`.
 
     Returns:
         A tuple with a tensor [row blocks, 256] per field.

@@ -56,7 +56,7 @@ class FusedAttentionBlock(Block):
 
     @property
     def row_counts(self) -> list[int]:
-        """Number of rows of each projection in the fused weight."""
+        """Number of rows of each projection in the fused weight: Q, K and V, or only Q for cross attention."""
         return [self.spec.layout.row_count(name) for name in PROJECTIONS[: 1 if self.is_cross else None]]
 
     def parameter_specs(self) -> Parameters:
@@ -110,7 +110,7 @@ class MambaBlock(Block):
 
     @property
     def cached_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of the convolution's newest inputs and of the state."""
+        """Shapes of the convolution's newest inputs and of the state, without the batch axis."""
         return (self.kernel_size - 1, self.inner), (self.inner, self.states)
 
 

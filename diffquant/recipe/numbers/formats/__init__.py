@@ -32,11 +32,15 @@ class NumberFormat(ABC):
         block: number of neighbouring values that share a scale, or None if the scheme sets it.
         spans_tensor: whether each scale of a weight depends on the largest magnitude of the whole weight.
         fits_errors: whether scales minimize the rounding error, so that they depend on more than the largest magnitude.
-        trials: multiples of the absmax scale that error-minimizing roundings try; empty for the width's default.
+        trials: multiples of the absmax scale that error-minimizing roundings try. If empty, they are derived from the
+            number of bits of a code.
         refits_scale: whether these roundings also try the scale of least squared error for the best trial's levels.
         has_tiles: whether a weight may have one scale per square block.
         for_weights_only: whether only weights may have this format.
-        scales_per_step: number of neighbouring scales of a row that are multiples of one step; 1 if scales are free.
+        scales_per_step: number of neighbouring scales of a row that are multiples of a common step; 1 if scales are
+            free.
+        is_native: whether a weight's codes are stored as a tensor with the weight's own name, as torch has a dtype for
+            them.
     """
 
     name: str
@@ -74,7 +78,7 @@ class NumberFormat(ABC):
 
     @property
     def step_count(self) -> int:
-        """Number of steps from the lowest to the largest level, as used for values that all have one sign."""
+        """Number of steps from the lowest to the largest level, one less than the number of levels."""
         return len(self.levels) - 1
 
     @cached_property
@@ -157,7 +161,10 @@ class NumberFormat(ABC):
         return to_storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
 
     def with_fitted_step(self, scale: "Tensor", dim: int) -> "NumberFormat":
-        """Return this format with the steps that suit the scales along `dim`, or itself if scales are free."""
+        """Return this format with the step of least squared error for each group of scales along `dim`.
+
+        Formats whose scales are free (`scales_per_step` is 1) return themselves.
+        """
         del scale, dim
         return self
 
@@ -172,7 +179,10 @@ class NumberFormat(ABC):
 
     @property
     def tensor_scale(self) -> "Tensor | None":
-        """Scale [1] of the whole tensor, stored in addition to a weight's scales, or None if the format has none."""
+        """Scale [1] of a whole weight, stored in addition to its other scales.
+
+        None if the format has no such scale, or before `with_tensor_scale` has computed it for a weight.
+        """
         return None
 
     def pack_scale(self, scale: "Tensor") -> "Tensor":
@@ -243,7 +253,7 @@ class NumberFormat(ABC):
         return packed_words(length, self.code_width)
 
     def pack(self, codes: "Tensor") -> "Tensor":
-        """Pack codes int8 [..., n] into their stored form [..., stored_width(n)]."""
+        """Pack codes int8 [..., n] into their stored form [..., packed_width(n)], of dtype `packed_dtype`."""
         from diffquant.recipe.numbers.packing import pack
 
         return pack(codes, self.code_width)
