@@ -30,7 +30,8 @@ class LogitMeter:
         calls: number of attention calls with quantized logits.
         p_calls: number of attention calls with quantized softmax weights.
         entries: number of visible logits that were rounded, over both maps.
-        clipped: number of these that were clipped, which only `shift`, static scales and block formats such as MX do.
+        clipped: number of rounded logits that were clipped. Only `shift`, static scales and block formats such as MX
+            clip logits.
         scale_sum, scale_count, scale_max: sum, number and maximum of the scales.
     """
 

@@ -32,14 +32,14 @@ class Gpu:
         capability: compute capability.
         shared_memory: maximum shared memory per thread block in bytes.
         processors: number of multiprocessors.
-        bytes_a_second: memory bandwidth of a copy in bytes per second, reads and writes in total; None means as much
-            per multiprocessor as on an H100.
+        bytes_per_second: memory bandwidth of a copy, reads and writes in total. None means as much per multiprocessor
+            as on an H100.
     """
 
     capability: tuple[int, int]
     shared_memory: int
     processors: int
-    bytes_a_second: float | None = None
+    bytes_per_second: float | None = None
 
 
 _INTERPRETER = Gpu((8, 0), SMALLEST_SHARED_MEMORY, 8)
@@ -132,7 +132,7 @@ def multiprocessors(device: torch.device) -> int:
 def bandwidth(device: torch.device) -> float:
     """Estimate the bytes per second that a copy on a device reads and writes in total."""
     gpu = gpu_of(device)
-    return gpu.bytes_a_second or gpu.processors * _BYTES_A_SECOND_EACH
+    return gpu.bytes_per_second or gpu.processors * _BYTES_A_SECOND_EACH
 
 
 def registers_per_thread(blocks: int, warps: int) -> int:

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 class Architecture(ABC):
     """A decoder-only model: its sizes, named as in Llama, and the blocks of its layers.
 
-    The table of parameters and other properties are derived from these without building a model.
+    Its parameters and other properties are derived from them without building a model.
 
     Attributes:
         model: "module:class" of the `CausalModel` that runs it.
         export: "module:class" of the `Decoder` that builds an exported graph from its blocks; "" if there is none.
         served: "module:class" of its model for vLLM; "" if there is none.
-        makers_pack_experts: whether the model's authors define a layout for NVFP4 experts, and for no other weights.
+        makers_pack_experts: whether the model's authors define their own layout of NVFP4 experts; they define none for
+            other weights or formats.
         diff_spec: specification of the attention.
     """
 

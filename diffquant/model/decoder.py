@@ -191,7 +191,9 @@ class Decoder(PreTrainedModel):
     def layer_arguments(
         self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
     ) -> Sequence[tuple[Any, ...]]:
-        """Return the arguments that each layer's forward takes after the state, given those of `run_layers`.
+        """Return the arguments that each layer's forward takes after the state.
+
+        The arguments of this method are those of `run_layers`.
 
         Raises:
             UsageError: the layers do not support this kind of cache or mask.
@@ -226,7 +228,9 @@ class Decoder(PreTrainedModel):
         return None
 
     def new_graphs(self, cache: Cache | None = None, tokens: int = 0) -> GraphedSteps | None:  # noqa: ARG002
-        """Return CUDA graphs for a call of `generate`, or None if its steps cannot be recorded; on CUDA, log why.
+        """Return CUDA graphs for a call of `generate`, or None if its steps cannot be recorded.
+
+        On CUDA devices, the reason for None is logged.
 
         Args:
             cache: cache that the call created, or None if its caller passed one.

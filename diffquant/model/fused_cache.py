@@ -121,7 +121,7 @@ class FusedCache(Cache):
     def storage_versions(self) -> tuple[int, ...] | None:
         """One number per layer, which changes whenever the layer's memory moves; None if a layer has no memory yet."""
         stores = [layer.store for layer in self.layers]
-        return None if None in stores else tuple(store.stamp for store in stores)
+        return None if None in stores else tuple(store.storage_version for store in stores)
 
     @property
     def capacity(self) -> int:

@@ -30,7 +30,8 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
         is_quantized: whether the recipe quantizes some layer's keys or values.
 
     Raises:
-        UsageError: the cache stores 16 bits or another recipe's codes, or does not hold exactly the tokens given to it.
+        UsageError: the cache stores 16 bits instead of the recipe's codes, belongs to another recipe, or has static or
+            sliding-window layers, which do not return exactly the tokens stored in them.
     """
     kind = type(cache).__name__
     if not hasattr(cache, "get_seq_length"):

@@ -27,6 +27,9 @@ Recording = tuple[Callable[[], None], Tensor]
 def record_cuda_graph(work: Callable[[], Tensor], device: torch.device) -> Recording:
     """Record the kernels that `work` launches on a device into a CUDA graph, without running them.
 
+    Returns:
+        A function that replays the kernels, and the tensor returned by `work`, to which each replay writes.
+
     Raises:
         RuntimeError: `work` synchronizes with the device, or does something else that cannot be recorded.
     """

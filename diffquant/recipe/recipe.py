@@ -140,7 +140,7 @@ class Recipe:
         Args:
             entries: the recipe's attributes by name, with schemes as text. The entry `kv` stands for `k` and `v`. The
                 entry `like` names a published kernel of `presets.LIKE`, whose schemes of `qk`, `p` and `pv` are used.
-                In both cases an attribute that is given itself takes precedence.
+                Attributes that have their own entries take precedence over both.
 
         Raises:
             UsageError: a key is unknown (the message suggests the nearest), or a scheme is malformed.

@@ -163,8 +163,9 @@ def plan_server(
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: a request with `context` tokens does not fit into memory, head pairs would be split between devices,
-            or vLLM has no such dtype or cache.
+        UsageError: `model` is not a folder, its weights have a layout that is not served, a request with `context`
+            tokens does not fit into memory, head pairs would be split between devices, or vLLM does not support the
+            dtype or the cache format.
         CheckpointError: config.json redirects vLLM to another model, or the folder contains or names code that is not
             diffquant's and would run.
     """

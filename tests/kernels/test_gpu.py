@@ -123,7 +123,7 @@ def test_a_start_that_costs_more_leads_to_fewer_waves():
 def test_shares_are_those_of_a_devices_own_bandwidth_and_multiprocessors():
     q = [torch.zeros(8, 12, 1, 128, dtype=torch.float16)]
     shares = {}
-    for name, card in {"H100": H100, "slow": replace(H100, bytes_a_second=1e11), "half": HALF}.items():
+    for name, card in {"H100": H100, "slow": replace(H100, bytes_per_second=1e11), "half": HALF}.items():
         with simulate_gpu(card):
             shares[name] = DecodeSplit.of(TILES["decode/sm_90/256/4"], q, 12, 2048, 16384, None).shares
     # 96 programs a share, and places for two blocks on each of 132 or 66 multiprocessors.

@@ -60,8 +60,8 @@ def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tupl
     largest magnitude, then to be quantized.
 
     Yields:
-        The slice of a block's R queries, and one [B, h or n, R, S'] per map over the S' leading keys that these queries
-        may see. The first block may begin before `first`.
+        The slice of a block's R queries, and one tensor per map over the S' leading keys that these queries may see:
+        [B, h, R, S'], or [B, n, R, S'] for n noise heads that pairs share. The first block may begin before `first`.
     """
     if rounds_maps_jointly(call.logits):
         call = call.expand_noise()

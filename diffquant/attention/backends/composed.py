@@ -100,7 +100,7 @@ def _attend_by_parts(call: AttentionCall, one_map: MapAttention) -> Tensor:
 
 
 def combine_outputs(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
-    """Compute each map's output and return signal output - λ·noise output, or the only map's output.
+    """Compute each map's output and return g·signal output - λ·noise output, or the only map's output.
 
     Args:
         call: call that gives all but the values.

@@ -100,7 +100,10 @@ def repeat_half_word(half_word):
 
 @triton.jit
 def load_high(high, mask, one, COUNT: tl.constexpr):
-    """Load the bytes with the high 2 bits of 6-bit codes, [COUNT, 256]; `high` [COUNT, 1] points to each row's first.
+    """Load the bytes with the high 2 bits of 6-bit codes, [COUNT, 256].
+
+    `high` [COUNT, 1] are pointers to the first byte of each row, and `mask` selects rows. `one` is 1, passed at run
+    time to prevent the compiler from merging loads.
 
     Bytes are loaded in pairs. If they were loaded individually, Triton would choose the register layout of 8-bit
     matrices, which orders columns differently.

@@ -120,7 +120,10 @@ class LatentAttention(PairAttention):
         return torch.cat([plain, rotated_keys.expand(-1, self.spec.kv_pairs, -1, -1)], -1), values
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values, [B, heads, T, width] each; queries include the layer's `scale_factor`."""
+        """Compute queries, keys and values, [B, heads, T, width] each.
+
+        Queries are multiplied by the block's `scale_factor`.
+        """
         query_latent, latent, turned = self.compute_latents(x, rotary)
         return self.compute_queries(query_latent, rotary) * self.block.scale_factor, *self.expand_latents(
             turned, latent

@@ -18,8 +18,8 @@ from diffquant.model.blocks import (
     RMSNormBlock,
     Shape,
     cached_shapes,
+    lam_and_norm_parameters,
     linear_parameters,
-    pair_parameters,
 )
 from diffquant.recipe.targets import LAYER_TARGETS
 
@@ -60,7 +60,7 @@ class FusedAttentionBlock(Block):
         return [self.spec.layout.row_count(name) for name in PROJECTIONS[: 1 if self.is_cross else None]]
 
     def parameter_specs(self) -> Parameters:
-        pair = pair_parameters(self.spec, is_float32=True)
+        pair = lam_and_norm_parameters(self.spec, is_float32=True)
         return {
             **linear_parameters("Wqkv", sum(self.row_counts), self.width, biased=True),
             **linear_parameters("out_proj", self.width, self.spec.pairs * self.spec.value_dim, biased=True),

@@ -93,7 +93,7 @@ class NumberFormat(ABC):
 
     @property
     def integer_refusal(self) -> str | None:
-        """Sentence on why integer-only code, such as a kernel, cannot read this format, or None if it can."""
+        """Reason why code that supports only integer formats, such as a kernel, cannot read this one, or None."""
         return f"{self.name} is not an integer format of 2 to 8 bits, the only kind supported here; use one, such as 4"
 
     @property
