@@ -202,7 +202,7 @@ class Granularity:
         return (1,) if self.spans_rows else (*shape[:-1], shape[-1] // self.size if self.size else 1)
 
     def reshape_scale(self, scale: "Tensor") -> "Tensor":
-        """Reshape a weight's stored scales so that they broadcast to the weight as `view` returns it."""
+        """Reshape a weight's stored scales so that they broadcast to the view of the weight that `view` returns."""
         if self.block_size:
             return scale[:, None, :, None]
         return scale.unsqueeze(-1) if self.size else scale
