@@ -140,8 +140,8 @@ class HeadLayout:
         result of attention does not change.
 
         Returns:
-            int64 [target.row_count(projection)]: for each row of the target layout, its row in this layout. None if the
-            order is the same.
+            int64 [target.row_count(projection)]: for each row of the target layout, its row in this layout; or None if
+            the order is the same.
 
         Raises:
             ValueError: the layouts have different heads, or more pairs share a noise head in the target.

@@ -119,7 +119,10 @@ class FusedCache(Cache):
 
     @property
     def storage_versions(self) -> tuple[int, ...] | None:
-        """One number per layer, which changes whenever the layer's memory moves; None if a layer has no memory yet."""
+        """One number per layer, which changes whenever the layer's memory moves.
+
+        The result is None as long as a layer has no memory.
+        """
         stores = [layer.store for layer in self.layers]
         return None if None in stores else tuple(store.storage_version for store in stores)
 

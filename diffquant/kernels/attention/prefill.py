@@ -37,7 +37,7 @@ from diffquant.kernels.gpu import device_class
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @triton.jit(do_not_specialize=["queries", "keys", "lam_strides"])
 def prefill_v1(
-    Q1, Q2, K1, K2, V, Lam, Out, Parked, Starts, Ends, Weight,
+    Q1, Q2, K1, K2, V, Lam, Out, NoiseRows, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, scale, eps, factor,
     NORM: tl.constexpr, USE_TMA: tl.constexpr,
@@ -45,7 +45,8 @@ def prefill_v1(
 ):  # fmt: skip
     """Compute the output [B, h, T, dv] of q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv] and λ [B, h, T].
 
-    Each program computes one tile. Strides are in elements, of batch, head and position; `scale` includes log2(e).
+    Each program computes one tile: ROWS queries of one pair. Strides are in elements, of batch, head and position;
+    `scale` includes log2(e).
     """
     VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, ROWS)
@@ -81,13 +82,13 @@ def prefill_v1(
         if is_signal:
             # A thread may read what another one stored.
             tl.debug_barrier()
-            out -= tl.load(Parked + places, mask=inside, other=0.0).to(tl.float32)
+            out -= tl.load(NoiseRows + places, mask=inside, other=0.0).to(tl.float32)
             if NORM:
                 out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
             tl.store(Out + places, out.to(Out.dtype.element_ty), mask=inside)
         else:
             # In fp16 whatever the output's dtype, since bfloat16 would lose precision of the difference.
-            tl.store(Parked + places, to_float16(out * lam[:, None]), mask=inside)
+            tl.store(NoiseRows + places, to_float16(out * lam[:, None]), mask=inside)
 
 
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
@@ -99,7 +100,7 @@ def prefill_v2(
     NORM: tl.constexpr, USE_TMA: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output as in `prefill_v1` if both maps share K [B, h_kv, S, d]; ROWS / 2 queries fill a tile."""
+    """Compute what `prefill_v1` computes for maps that share K [B, h_kv, S, d]; a tile has ROWS / 2 queries."""
     held: tl.constexpr = ROWS // 2
     VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, held)

@@ -44,9 +44,10 @@ def attend_int8(
     D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, USE_TMA: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of BM rows of one pair.
+    """Compute attention of one tile of BM rows of one pair, with codes and scales from `quantize_qkv`.
 
-    With PACK = 2 the maps share keys, and a query has two adjacent rows; else PACK is 1.
+    MAPS is the number of maps with separate keys (V1: 2, else 1), PACK the number of maps that share keys (V2: 2, else
+    1). With PACK = 2, a query has two adjacent rows. If FP8, v has codes in e4m3, else half-precision values.
     """
     # Under causal order, tiles at the end see the most keys, so they start first.
     tiles = rows // BM

@@ -156,7 +156,7 @@ class ServedSambaYAttention(SambaYAttention):
     """Attention on vLLM's paged cache, which computes both maps of a pair as heads of plain attention.
 
     Attributes:
-        shared: name of the layer whose keys and values cross attention reads, or None for other attention.
+        shared: name of the layer whose keys and values cross attention reads, or None if the layer has its own.
     """
 
     def __init__(self, block: FusedAttentionBlock, shared: str) -> None:

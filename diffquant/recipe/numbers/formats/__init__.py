@@ -181,7 +181,7 @@ class NumberFormat(ABC):
     def tensor_scale(self) -> "Tensor | None":
         """Scale [1] of a whole weight, stored in addition to its other scales.
 
-        None if the format has no such scale, or before `with_tensor_scale` has computed it for a weight.
+        It is None in formats without such a scale, and before `with_tensor_scale` has computed it for a weight.
         """
         return None
 
