@@ -55,11 +55,11 @@ def plan_capacity(
         itemsize: bytes of an element of the cached keys and values.
         context: tokens per request; by default as many as the model supports and fit into memory.
 
-    Raises:
-        UsageError: not even one request with `context` tokens fits, or the model supports fewer positions.
-
     Returns:
         Largest number of tokens of a request, prompt included, and number of bytes of the cache of all requests.
+
+    Raises:
+        UsageError: not even one request with `context` tokens fits, or the model supports fewer positions.
     """
     architecture = adapter.architecture
     a_token, a_request = _cache_bytes(architecture, itemsize)

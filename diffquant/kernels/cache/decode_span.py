@@ -43,9 +43,11 @@ def attend_span(
     Args:
         sums: accumulators as in `initial_sums`.
         q1, q2: queries from `load_query_tiles`.
+        noise: whether each row belongs to the noise map, [ROWS].
         k1, k2, v: pointers to the keys of each map and to values: from `head_pointers` or `ring_pointers`, or with a
             Table, as in `load_keys`.
         Table: pointer to page numbers if keys and values are 16-bit rows in pages, else None.
+        TWO_K: whether the maps have separate keys.
 
     Returns:
         The updated accumulators.

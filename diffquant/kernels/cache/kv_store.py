@@ -59,7 +59,7 @@ class KVStore:
         self._floors = (0, 0)
 
     def has_same_layout(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> bool:
-        """Return whether a new store with these arguments would have the same shapes, dtypes and device."""
+        """Return whether a new store with these arguments would have the same shapes, dtypes and device as this one."""
         sides = ((self.keys, recipe.k, k), (self.values, recipe.v, v))
         return self.capacity == _round_up(capacity) and all(
             (side.scheme, side.width, side.dtype, side.codes.device, side.codes.shape[:2])

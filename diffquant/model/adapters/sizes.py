@@ -216,7 +216,7 @@ def read_eps(config: Mapping[str, Any], key: str) -> float:
     """Read the epsilon of a norm, 1e-5 by default.
 
     Raises:
-        CheckpointError: it is not a number of at least 0.
+        CheckpointError: the value is not a float of at least 0.
     """
     eps = config.get(key, 1e-5)
     if not isinstance(eps, float) or not 0 <= eps < math.inf:
@@ -229,7 +229,7 @@ def v1_spec(sizes: Mapping[str, Any], **overrides: Any) -> DiffSpec:
 
     Args:
         sizes: sizes as `read_sizes` returns them.
-        overrides: further fields of the specification. They replace those derived from `sizes`, such as `pairs`.
+        overrides: further fields of the specification. `pairs` and `kv_pairs` replace the numbers from `sizes`.
 
     Raises:
         CheckpointError: a number of heads is odd, or `overrides` contradict the sizes.

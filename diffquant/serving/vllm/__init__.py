@@ -11,7 +11,7 @@ from diffquant.support.installation import install_command, installed_version
 
 
 def register() -> None:
-    """Register the family's configurations and models with vLLM and, on CPUs, a kernel for packed weights of any width.
+    """Register diffquant's configurations and models with vLLM and, on CPUs, a kernel for packed weights of any width.
 
     vLLM calls it once or more in each of its processes.
     """

@@ -29,7 +29,7 @@ class ServedLatentAttention(LatentAttention):
     """
 
     def attach_cache(self, name: str) -> None:
-        """Create vLLM's attention layer, which registers with vLLM as `name` so that vLLM allocates its cache.
+        """Create vLLM's attention layer. It registers with vLLM as `name`.attn, so that vLLM allocates its cache.
 
         The cache holds latents, or keys and values if the layer has a window.
         """

@@ -165,7 +165,7 @@ class ServedSambaYAttention(SambaYAttention):
         self.shared = None if self.has_own_keys else shared
 
     def attach_cache(self, name: str) -> None:
-        """Create vLLM's attention layer, which registers with vLLM as `name` so that vLLM allocates its cache.
+        """Create vLLM's attention layer. It registers with vLLM as `name`.attn, so that vLLM allocates its cache.
 
         Cross attention uses the cache of the layer `shared` instead.
         """
