@@ -30,8 +30,8 @@ def faults(binary):
     if binary.overwritten:
         yield f"operands are overwritten: {binary.overwritten}"
     # In fp16 the noise map keeps what the difference needs, whatever the output's type.
-    if binary.pointers.get("NoiseRows", "*fp16") != "*fp16":
-        yield f"a map waits in {binary.pointers['NoiseRows']}"
+    if binary.pointers.get("Parked", "*fp16") != "*fp16":
+        yield f"a map waits in {binary.pointers['Parked']}"
     if binary.waits_for_each_product():
         yield "a main loop waits for each product"
     inner, edge = sorted(binary.main_loops, key=lambda loop: sum(loop.values()))

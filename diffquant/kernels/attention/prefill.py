@@ -37,7 +37,7 @@ from diffquant.kernels.gpu import device_class
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
 @triton.jit(do_not_specialize=["queries", "keys", "lam_strides"])
 def prefill_v1(
-    Q1, Q2, K1, K2, V, Lam, Out, NoiseRows, Starts, Ends, Weight,
+    Q1, Q2, K1, K2, V, Lam, Out, Parked, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, scale, eps, factor,
     NORM: tl.constexpr, USE_TMA: tl.constexpr,
@@ -45,8 +45,8 @@ def prefill_v1(
 ):  # fmt: skip
     """Compute the output [B, h, T, dv] of q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv] and λ [B, h, T].
 
-    Each program computes one tile: ROWS queries of one pair. Strides are in elements, of batch, head and position;
-    `scale` includes log2(e).
+    Each program computes one tile: ROWS queries of one pair. Parked is Out's memory as float16, in which the noise map
+    is stored. Strides are in elements, of batch, head and position; `scale` includes log2(e).
     """
     VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, ROWS)
@@ -82,13 +82,13 @@ def prefill_v1(
         if is_signal:
             # A thread may read what another one stored.
             tl.debug_barrier()
-            out -= tl.load(NoiseRows + places, mask=inside, other=0.0).to(tl.float32)
+            out -= tl.load(Parked + places, mask=inside, other=0.0).to(tl.float32)
             if NORM:
                 out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
             tl.store(Out + places, out.to(Out.dtype.element_ty), mask=inside)
         else:
             # In fp16 whatever the output's dtype, since bfloat16 would lose precision of the difference.
-            tl.store(NoiseRows + places, to_float16(out * lam[:, None]), mask=inside)
+            tl.store(Parked + places, to_float16(out * lam[:, None]), mask=inside)
 
 
 # Lengths change from call to call, and specializing on their divisibility by 16 would only add compilations.
