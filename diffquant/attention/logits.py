@@ -30,13 +30,20 @@ def mask_and_shift_logits(logits: Tensor, visible: Tensor | None, shift: bool) -
     return logits.masked_fill_(~visible, 0.0)
 
 
-def has_joint_rounding(scheme: Scheme) -> bool:
-    """Return whether rounding a map depends on the pair's other map, so that pairs cannot share rounded noise maps."""
+def rounds_maps_jointly(scheme: Scheme) -> bool:
+    """Return whether the rounding of a pair's signal map depends on its noise map, and vice versa.
+
+    If so, pairs that share a noise map need separate roundings of it.
+    """
     return scheme.quantizes and (scheme.has_transform("alike") or scheme.sharing.is_per_pair)
 
 
 def to_mean_and_difference(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """Return the tensors to round: each map's logits, or with `alike` their mean and half difference, in place."""
+    """Return the tensors to round.
+
+    They are each map's logits, or with `alike` and two maps the mean of both maps' logits and half their difference,
+    which replace the logits in memory.
+    """
     if not scheme.has_transform("alike") or len(prepared) == 1:
         return list(prepared)
     first, second = prepared
@@ -45,7 +52,7 @@ def to_mean_and_difference(prepared: Sequence[Tensor], scheme: Scheme) -> list[T
 
 
 def from_mean_and_difference(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """Return each map's logits from the rounded tensors; the inverse of `to_mean_and_difference`."""
+    """Compute each map's logits from rounded tensors; the inverse of `to_mean_and_difference`."""
     if not scheme.has_transform("alike") or len(rounded) == 1:
         return list(rounded)
     mean, half = rounded
@@ -57,9 +64,9 @@ def largest_magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tenso
 
     Args:
         prepared: one [B, h, T, S] per map, from `mask_and_shift_logits` and `to_mean_and_difference`; the second has
-            fewer heads if pairs share noise maps and `has_joint_rounding` is false.
+            fewer heads if pairs share noise maps and `rounds_maps_jointly` is false.
         scheme: scheme of the logits.
-        ranges: calibrated ranges of a static scheme, one for each head of the first map, then of the second.
+        ranges: calibrated ranges of a static scheme, one for each head of the first map, then of the second; else None.
 
     Returns:
         One tensor per map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair,

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from diffquant.attention.logits import (
-    has_joint_rounding,
     mask_and_shift_logits,
     round_call_logits,
+    rounds_maps_jointly,
     softmax_weights,
     to_mean_and_difference,
 )
@@ -29,7 +29,7 @@ def naive(call: AttentionCall) -> Tensor:
         (queries.to(dtype) @ keys.to(dtype).repeat_interleave(queries.shape[1] // v.shape[1], 1).mT) * call.scale
         for queries, keys in zip(call.q, call.k, strict=True)
     ]
-    if has_joint_rounding(logits):
+    if rounds_maps_jointly(logits):
         map_logits = [repeat_noise_heads(x, call.pairs) for x in map_logits]
     if logits.quantizes:
         prepared = [mask_and_shift_logits(x, visible, logits.has_transform("shift")) for x in map_logits]

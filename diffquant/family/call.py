@@ -148,7 +148,10 @@ class AttentionCall:
         return self.pairs // self.q[-1].shape[1]
 
     def expand_noise(self) -> "AttentionCall":
-        """Return a call whose shared noise heads are repeated, one for each pair; this call if none are shared."""
+        """Return a call in which each pair has its own noise head: shared ones are repeated.
+
+        If none are shared, this call is returned.
+        """
         if self.signals_per_noise == 1:
             return self
         ranges = self.ranges

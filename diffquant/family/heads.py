@@ -17,7 +17,7 @@ PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj")
 
 
 def repeat_noise_heads(noise: Tensor, pairs: int) -> Tensor:
-    """Repeat shared noise heads [B, n, ...] so that each of h = `pairs` pairs has one, [B, h, ...]."""
+    """Repeat each of n shared noise heads [B, n, ...], so that each of h = `pairs` pairs has one: [B, h, ...]."""
     sharing = pairs // noise.shape[1]
     return noise if sharing == 1 else noise.repeat_interleave(sharing, 1)
 
@@ -78,7 +78,7 @@ class HeadLayout:
         """View the Q projection's output as heads.
 
         Args:
-            projected: [..., T, height("q_proj")].
+            projected: [..., T, row_count("q_proj")].
 
         Returns:
             [..., query_heads, T, d] in canonical order, channels unchanged.
@@ -89,7 +89,7 @@ class HeadLayout:
         """View the K projection's output as heads.
 
         Args:
-            projected: [..., T, height("k_proj")].
+            projected: [..., T, row_count("k_proj")].
 
         Returns:
             [..., key_heads, T, d] in canonical order, channels unchanged.
@@ -100,7 +100,7 @@ class HeadLayout:
         """View the V projection's output as heads.
 
         Args:
-            projected: [..., T, height("v_proj")].
+            projected: [..., T, row_count("v_proj")].
 
         Returns:
             [..., h_kv, T, dv].
@@ -120,7 +120,7 @@ class HeadLayout:
         return (k,) * self.maps if self.shares_keys else k.chunk(self.maps, 1)
 
     def channel_rows(self, projection: Projection) -> Tensor:
-        """Return the row index of each channel of each head in a projection's weight.
+        """Return the row of a projection's weight that computes each channel of each head.
 
         Returns:
             int64 [query_heads or key_heads, d], or [h_kv, dv]: heads in canonical order, channels in "half" order.
@@ -140,7 +140,8 @@ class HeadLayout:
         result of attention does not change.
 
         Returns:
-            int64 [target.height(projection)], the source row of each target row, or None if the order is the same.
+            int64 [target.row_count(projection)]: for each row of the target layout, its row in this layout; or None if
+            the order is the same.
 
         Raises:
             ValueError: the layouts have different heads, or more pairs share a noise head in the target.

@@ -30,7 +30,7 @@ class Mask:
 
     @property
     def valid_ranges(self) -> tuple[Tensor, Tensor] | None:
-        """First valid position of each sequence and one past its last, int32 [B] each, or None.
+        """First valid position of each sequence and one past its last valid position, int32 [B] each, or None.
 
         None means that there is no padding, or that some sequence's valid positions are not contiguous. The result is
         cached, since computing it synchronizes with the device.
@@ -57,7 +57,13 @@ class Mask:
         return self.window is not None and self.window < keys
 
     def visible_end(self, queries: slice, length: int, keys: int) -> int:
-        """Return how many leading keys, of S = `keys`, a range of T = `length` queries may see; at least 1."""
+        """Return how many of the first keys a range of queries may see; at least 1.
+
+        Args:
+            queries: slice of the T queries; start and stop are given.
+            length: T, number of all queries.
+            keys: S, number of all keys.
+        """
         return keys if self.explicit is not None else max(queries.stop + keys - length, 1)
 
     def dense_rows(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
@@ -110,7 +116,7 @@ class Mask:
         return self.keys if self.explicit is None else self.explicit.any(-2)[:, 0]
 
     def count_needed_keys(self, keys: int) -> int:
-        """Return how many of the newest S = `keys` positions later queries may see: without a window, all of them."""
+        """Return how many of the newest of S = `keys` positions later queries may see: all S without a window."""
         if self.window is None:
             return keys
         if self.keys is None:

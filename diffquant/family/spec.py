@@ -15,8 +15,8 @@ class DiffSpec:
     """Sizes and rules that define one kind of attention, differential or plain.
 
     Attributes:
-        pairs: h, number of query pairs; for a plain Transformer, of its heads.
-        kv_pairs: h_kv, number of KV pairs; divides `pairs`.
+        pairs: h, number of pairs; for a plain Transformer, number of query heads.
+        kv_pairs: h_kv, number of KV pairs; divides `pairs`. For a plain Transformer, number of KV heads.
         head_dim: d, width of a query or key.
         value_dim: dv, width of a value: 2d in V1, d in V2 and plain.
         maps: number of maps: 2, or 1 for a plain Transformer.

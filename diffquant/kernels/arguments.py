@@ -26,7 +26,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def call_refusal(call: AttentionCall) -> str | None:
-    """Return why prefill kernels do not support a call, or None; widths, dtypes and device are not checked."""
+    """Return why prefill kernels do not support a call, or None. Widths, dtypes and device are not checked."""
     if call.needs_gradient:
         return "the kernel has no backward pass; call it under torch.no_grad()"
     if call.signal_gate is not None:

@@ -20,7 +20,14 @@ Config = dict[str, int]
 
 
 def make_attention_config(queries: int, keys: int, warps: int, stages: int) -> Config:
-    """Return an attention kernel's configuration: rows of a tile, keys per step, warps, and steps loaded ahead."""
+    """Return an attention kernel's launch configuration as an entry of a table.
+
+    Args:
+        queries: number of rows of a tile.
+        keys: number of keys per step.
+        warps: number of warps.
+        stages: number of steps whose keys and values are loaded ahead.
+    """
     return {"queries": queries, "keys": keys, "warps": warps, "stages": stages}
 
 

@@ -32,14 +32,14 @@ class Gpu:
         capability: compute capability.
         shared_memory: maximum shared memory per thread block in bytes.
         processors: number of multiprocessors.
-        bytes_a_second: memory bandwidth of a copy in bytes per second, reads and writes in total; None means as much
-            per multiprocessor as on an H100.
+        bytes_per_second: memory bandwidth of a copy, reads and writes in total. None means as much per multiprocessor
+            as on an H100.
     """
 
     capability: tuple[int, int]
     shared_memory: int
     processors: int
-    bytes_a_second: float | None = None
+    bytes_per_second: float | None = None
 
 
 _INTERPRETER = Gpu((8, 0), SMALLEST_SHARED_MEMORY, 8)
@@ -75,8 +75,8 @@ def warpgroup_refusal(device: torch.device) -> str | None:
     )
 
 
-def fp8_refusal(device: torch.device) -> str | None:
-    """Return why a device does not support fp8 products, or None if it does."""
+def fp8_pv_refusal(device: torch.device) -> str | None:
+    """Return why a device does not support P·V in fp8 in the attention kernels, or None if it does."""
     if compute_capability(device) < (8, 9):
         return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
     return None
@@ -84,7 +84,7 @@ def fp8_refusal(device: torch.device) -> str | None:
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the properties of a device; on a CPU, those with which launches on Triton's interpreter are planned."""
+    """Return the properties of a device; on a CPU, those assumed for launches on Triton's interpreter."""
     # Cached, since every layer of every step uses it.
     if device.type != "cuda":
         return _INTERPRETER
@@ -117,7 +117,10 @@ def device_class(device: torch.device) -> str:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the maximum shared memory per thread block in bytes; for the interpreter, that of the smallest devices."""
+    """Return a device's maximum shared memory per thread block in bytes.
+
+    For Triton's interpreter it is that of the GPUs with the least.
+    """
     return gpu_of(device).shared_memory
 
 
@@ -129,11 +132,11 @@ def multiprocessors(device: torch.device) -> int:
 def bandwidth(device: torch.device) -> float:
     """Estimate the bytes per second that a copy on a device reads and writes in total."""
     gpu = gpu_of(device)
-    return gpu.bytes_a_second or gpu.processors * _BYTES_A_SECOND_EACH
+    return gpu.bytes_per_second or gpu.processors * _BYTES_A_SECOND_EACH
 
 
 def registers_per_thread(blocks: int, warps: int) -> int:
-    """Return the most registers per thread with which `blocks` thread blocks of `warps` warps fit a multiprocessor."""
+    """Return how many registers a thread may use if `blocks` thread blocks of `warps` warps share a multiprocessor."""
     return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
 
 
@@ -195,7 +198,7 @@ def survey_kernels(device: torch.device) -> KernelSurvey:
     everything = device_refusal(device)
     refusals = {
         "packed linear layers of more than 256 tokens, which dequantize the weight first": warpgroup_refusal(device),
-        "attention triton-fp8": fp8_refusal(device),
+        "attention triton-fp8": fp8_pv_refusal(device),
     }
     if everything is not None:
         refusals = {"any of them": everything}

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 class Architecture(ABC):
     """A decoder-only model: its sizes, named as in Llama, and the blocks of its layers.
 
-    The table of parameters and other properties are derived from these without building a model.
+    Its parameters and other properties are derived from them without building a model.
 
     Attributes:
         model: "module:class" of the `CausalModel` that runs it.
         export: "module:class" of the `Decoder` that builds an exported graph from its blocks; "" if there is none.
         served: "module:class" of its model for vLLM; "" if there is none.
-        makers_pack_experts: whether the model's authors define a layout for NVFP4 experts, and for no other weights.
+        makers_pack_experts: whether the model's authors define their own layout of NVFP4 experts; they define none for
+            other weights or formats.
         diff_spec: specification of the attention.
     """
 
@@ -121,13 +122,16 @@ class Architecture(ABC):
 
     @cached_property
     def target_layers(self) -> Mapping[str, Sequence[int]]:
-        """Indices of the layers to which each of `LAYER_TARGETS` applies, such as layers that cache keys and values."""
+        """0-based indices of the layers that have each of `LAYER_TARGETS`, by target.
+
+        For example, those of "k" are the layers that cache keys.
+        """
         targets = [{target for block in layer.values() for target in block.targets} for layer in self.layers]
         return {target: [i for i, own in enumerate(targets) if target in own] for target in LAYER_TARGETS}
 
     @cached_property
     def cached_shapes(self) -> Mapping[int, CachedShapes]:
-        """Shapes of the keys and values that layers cache per token, by layer index."""
+        """Shapes of the keys and values cached per token, by layer index; layers that cache none are left out."""
         blocks = ((i, block) for i, layer in enumerate(self.layers) for block in layer.values())
         return {i: block.cached_shapes for i, block in blocks if isinstance(block.cached_shapes, CachedShapes)}
 

@@ -28,14 +28,16 @@ from diffquant.recipe.scheme import FULL
 
 
 class PairAttention(nn.Module):
-    """Attention of a layer after its projections: λ, the maps under a recipe, and the pair norm.
+    """Attention of a layer except its projections: λ, the maps under a recipe, and the pair norm.
+
+    Shapes: B batch, T queries, S keys, D hidden width, h pairs, h_kv KV pairs, d query and key width, dv value width.
 
     Attributes:
         layer: 0-based index of the layer.
         scale: factor of Q·Kᵀ.
         backend: name of the attention backend, or "auto".
         logits: scheme of the logits.
-        logit_ranges: calibrated ranges if the scheme of the logits is static.
+        logit_ranges: calibrated ranges if the scheme of the logits is static, else None.
         qk: scheme of the queries and keys in Q·Kᵀ.
         p: scheme of the softmax weights.
         pv: scheme of the values in P·V.
@@ -70,13 +72,13 @@ class PairAttention(nn.Module):
             self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
 
     def apply_recipe(self, recipe: Recipe, widths: tuple[int, int] | None, like: Tensor) -> None:
-        """Round as this layer's recipe says from now on.
+        """Use a recipe's schemes of logits and operands, and its rotations of keys and values, from now on.
 
         Args:
             recipe: recipe of the layer.
-            widths: widths of its cached keys and values, or None if it reads the cache of another layer; such a layer
-                rotates nothing, which `check_recipe` ensures.
-            like: tensor with the dtype and device of rotations.
+            widths: widths of the layer's cached keys and values. None means that the layer reads another layer's cache
+                and rotates nothing.
+            like: tensor with the dtype and device of the rotation matrices.
         """
         self.logits, self.qk, self.p, self.pv = recipe.logits, recipe.qk, recipe.p, recipe.pv
         if widths is not None:
@@ -91,7 +93,10 @@ class PairAttention(nn.Module):
         self.qk_calls = self.pv_calls = 0
 
     def idle_quantizers(self, recipe: Recipe) -> list[str]:
-        """Name what this layer's recipe quantizes although no call was counted since the last reset."""
+        """List which of logits, operands and softmax weights a recipe quantizes but no call did since the last reset.
+
+        The result is empty if all of them were quantized.
+        """
         counted = {
             "logits": (recipe.logits, self.meter.calls),
             "queries and keys": (recipe.qk, self.qk_calls),
@@ -180,7 +185,10 @@ class PairAttention(nn.Module):
         return PairNorm(spec.post_norm_eps, weight, self.post_factor)
 
     def undo_rotation(self, y: Tensor) -> Tensor:
-        """Undo the rotation of values in outputs [B, T, h·dv], then apply the pair norm's weight."""
+        """Undo the rotation of values in outputs [B, T, h·dv], then apply the pair norm's weight.
+
+        If values are not rotated, return the outputs unchanged.
+        """
         if self.value_rotation is None:
             return y
         pairs = rotate_by(y.unflatten(-1, (self.spec.pairs, -1)), self.value_rotation.mT)
@@ -188,7 +196,10 @@ class PairAttention(nn.Module):
 
 
 class DiffAttention(PairAttention):
-    """Differential attention of a layer, including its Q, K, V and output projections."""
+    """Differential attention of a layer, including its Q, K, V and output projections.
+
+    Shapes are those of `PairAttention`.
+    """
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -260,7 +271,10 @@ def disable_autocast(x: Tensor) -> AbstractContextManager[None]:
 
 
 def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
-    """Compute the sigmoids of a projection of x [B, T, D], or of some of its h outputs: float32 [B, h, T, 1]."""
+    """Compute the sigmoids of a projection of x [B, T, D], float32 [B, h, T, 1] for h outputs.
+
+    `rows` selects the outputs; by default all of them.
+    """
     if type(projection) is nn.Linear:
         with disable_autocast(x):
             gates = linear(x.float(), projection.weight[rows].float())
@@ -270,7 +284,7 @@ def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)
 
 
 def clear_padded_keys(k: Tensor, mask: Mask) -> Tensor:
-    """Set keys [B, H, T, d] of padding to 0, so that they do not affect a block's absmax."""
+    """Set the newest T keys [B, H, T, d] to 0 at padding, so that they do not affect the scale of a block."""
     return k if mask.keys is None else k.masked_fill(~mask.keys[:, None, -k.shape[2] :, None], 0.0)
 
 

@@ -30,7 +30,8 @@ class ParameterSpec:
         shape: [out, in] for a matrix, [experts, out, in] for experts in one tensor.
         packing: when it is quantized: under a recipe's `weights` ("weights"), only under an override that names it
             ("named"), or never ("never").
-        projection: projection whose heads the rows form, ordered as in `HeadLayout`, or None if rows are not heads.
+        projection: name of the projection whose heads the rows are, ordered as in `HeadLayout`, or None if rows are not
+            heads.
         is_float32: whether it stays in float32 if the model is in float16 or bfloat16.
         contracted: axis that matrix products sum over. Scales and packed codes run along the last axis.
         by_head: whether attention multiplies each head's rows separately, some of them transposed. Exports store values
@@ -76,8 +77,8 @@ class Block(ABC):
         export: "module:function" that adds it to an exported graph; "" if it cannot be exported.
         kind: name for a layer with this block; "" if the block does not distinguish layers.
         targets: the `LAYER_TARGETS` of a recipe that apply to it.
-        cached_shapes: `CachedShapes` of what it caches per token, a recurrent state's shapes without the batch axis,
-            or None if it caches nothing.
+        cached_shapes: `CachedShapes` of what it caches per token, a recurrent state's shapes without the batch
+            axis, or None if it caches nothing.
     """
 
     module: ClassVar[str]
@@ -130,12 +131,15 @@ def linear_parameters(
 
 
 def prefix_names(place: str, parameters: Parameters) -> Parameters:
-    """Prefix the names of parameters with `place` and a dot, the name of the part of a block that contains them."""
+    """Prefix the names of parameters with `place`, the name of the module that contains them, and a dot."""
     return {f"{place}.{name}": parameter for name, parameter in parameters.items()}
 
 
-def pair_parameters(spec: DiffSpec, *, is_float32: bool = False) -> Parameters:
-    """Return the parameters of attention's λ vectors, kept in float32 if `is_float32`, and of its pair norm."""
+def lam_and_norm_parameters(spec: DiffSpec, *, is_float32: bool = False) -> Parameters:
+    """Return the λ vectors and the pair norm's weight of an attention, as far as it has them.
+
+    `is_float32` applies to the λ vectors, as in `ParameterSpec`.
+    """
     vectors = LAMBDA_VECTORS if spec.lam == "exp" else ()
     norm = {"subln.weight": ParameterSpec((spec.value_dim,))} if spec.post_norm == "affine" else {}
     return {name: ParameterSpec((spec.head_dim,), is_float32=is_float32) for name in vectors} | norm
@@ -178,7 +182,7 @@ class AttentionBlock(Block):
             parameters |= linear_parameters("lambda_proj", spec.gate_count, self.width, packing="named")
         if spec.output_gate:
             parameters |= linear_parameters("output_gate_proj", inner, self.width, packing="named")
-        return parameters | pair_parameters(spec)
+        return parameters | lam_and_norm_parameters(spec)
 
     @property
     def cached_shapes(self) -> CachedShapes:

@@ -20,8 +20,8 @@ class PackedStates:
     """Keys or values of one layer: packed codes of older tokens, 16-bit values of the newest.
 
     Scales have the dtype of the keys or values, or are bytes in formats that encode scales. With granularity column,
-    `scheme.size` tokens share one scale per channel and stay unquantized until their block is full. Blocks are counted
-    from the first position, so left padding moves their borders.
+    a block of `scheme.granularity_size` tokens shares one scale per channel and stays unquantized until it is full.
+    Blocks are counted from the first position, padding included.
     """
 
     def __init__(self, scheme: Scheme, residual: int, ranges: Tensor | None = None) -> None:
@@ -60,7 +60,11 @@ class PackedStates:
         self.recent = recent[:, :, spilled:].clone() if spilled else recent
 
     def read(self) -> Tensor:
-        """Return the dequantized keys or values of all tokens, [B, H, S, d] in the dtype of those appended."""
+        """Return the dequantized keys or values of all tokens, [B, H, S, d] in the dtype of those appended.
+
+        Raises:
+            UsageError: nothing has been stored yet.
+        """
         if self.recent is None:
             raise UsageError("the cache is empty: nothing has been stored in it yet")
         return self.recent if self.words is None else torch.cat([self._dequantize(), self.recent], 2)

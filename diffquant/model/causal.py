@@ -76,10 +76,14 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute vocabulary logits [B, T, V].
+        """Compute vocabulary logits [B, T, V] and, with labels, the loss.
 
-        `logits_to_keep` limits them to the last n positions, or to the given indices. The other arguments are those of
-        `Decoder.forward`.
+        Args:
+            labels: [B, T], as in transformers: they are shifted by one position here, and -100 is ignored.
+            logits_to_keep: number of last positions, or indices of positions, to compute logits of; 0 means all.
+            kwargs: arguments of the loss function.
+
+        The other arguments are those of `Decoder.forward`.
         """
         out = self.model(
             input_ids,
@@ -106,7 +110,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
 
         Raises:
             UsageError: an option is not supported, or would change the tokens that greedy decoding generates.
-            NonFiniteError: logits are NaN or infinite; the message names the first such layer.
+            NonFiniteError: logits are NaN or infinite; the message names the first layer with such an output.
         """
         given = inspect.signature(super().generate).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -135,7 +139,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return result
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refuse continuous batching, and `generate_batch` with it.
+        """Refuse continuous batching, which `generate_batch` would use.
 
         Raises:
             UsageError: always.
@@ -152,7 +156,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         FlashAttention.
 
         Raises:
-            UsageError: the name is none of these, or the recipe quantizes logits and the backend cannot.
+            UsageError: the name is none of these, or the recipe quantizes logits and the backend does not support that.
         """
         name = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
         if name not in BACKEND_OF:
@@ -275,11 +279,14 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return self.model.new_cache()
 
     def logit_report(self) -> list[dict[str, float]]:
-        """Return per-layer statistics of quantized logits: layer, calls, entries, clipped, step_mean and step_max."""
+        """Return statistics of quantized logits, one mapping per layer.
+
+        The keys are layer, calls, entries, clipped, step_mean and step_max.
+        """
         return [{"layer": attention.layer} | attention.meter.report() for attention in self.attention_modules]
 
     def reset_logit_report(self) -> None:
-        """Reset the statistics of `logit_report` and the calls that `check_quantizers_ran` counts."""
+        """Reset the statistics of `logit_report` and the call counters that `check_quantizers_ran` reads."""
         for attention in self.attention_modules:
             attention.reset_counts()
         for rounding in self.input_roundings.values():
@@ -289,7 +296,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:
-            NotQuantizedError: a quantizer did not run; the message names the layers, or the Linears.
+            NotQuantizedError: a quantizer did not run; the message names the layers or Linears concerned.
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attention_modules:

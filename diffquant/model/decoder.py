@@ -29,8 +29,8 @@ _LAMBDA_STD = 0.1
 class DecoderLayer(nn.Module, ABC):
     """A layer made of its architecture's blocks.
 
-    Its forward takes the state passed between layers, such as hidden states, and its entry of
-    `Decoder.layer_arguments`; it returns the next state.
+    Its forward takes the state passed between layers, such as hidden states, and the arguments that
+    `Decoder.layer_arguments` returns for the layer. It returns the next state.
 
     Attributes:
         window: number of newest keys that its queries see, or None if it has no window.
@@ -116,7 +116,7 @@ class Decoder(PreTrainedModel):
                 that each query sees (see `convert_mask`). Not needed without padding.
             position_ids: [B, T]; by default counted over tokens that are not padding. Without cache and mask,
                 positions that restart mark sequences packed into one row, which do not see each other.
-            past_key_values, cache: cache to read and extend, under either name.
+            past_key_values, cache: cache to read and extend; at most one of the two may be given.
             inputs_embeds: embeddings [B, T, D] instead of `input_ids`.
             use_cache: whether to create and return a cache if none was passed.
             output_hidden_states: whether to also return the embeddings and each layer's output, the last one after the
@@ -191,7 +191,9 @@ class Decoder(PreTrainedModel):
     def layer_arguments(
         self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
     ) -> Sequence[tuple[Any, ...]]:
-        """Return the arguments that each layer's forward takes after the state, given those of `run_layers`.
+        """Return the arguments that each layer's forward takes after the state.
+
+        The arguments of this method are those of `run_layers`.
 
         Raises:
             UsageError: the layers do not support this kind of cache or mask.
@@ -219,14 +221,16 @@ class Decoder(PreTrainedModel):
         position_ids: Tensor | None,  # noqa: ARG002
         cache: Cache,  # noqa: ARG002
     ) -> Tensor | None:
-        """Compute hidden states [B, T, D] from embedded tokens by replaying a CUDA graph; return None if not possible.
+        """Compute hidden states [B, T, D] from embedded tokens x [B, T, D] by replaying a CUDA graph.
 
-        The other arguments are those of `forward`.
+        The other arguments are those of `forward`. None means that it is not possible and that nothing was done.
         """
         return None
 
     def new_graphs(self, cache: Cache | None = None, tokens: int = 0) -> GraphedSteps | None:  # noqa: ARG002
-        """Return CUDA graphs for a call of `generate`, or None if its steps cannot be recorded; on CUDA, log why.
+        """Return CUDA graphs for a call of `generate`, or None if its steps cannot be recorded.
+
+        On CUDA devices, the reason for None is logged.
 
         Args:
             cache: cache that the call created, or None if its caller passed one.

@@ -119,9 +119,12 @@ class FusedCache(Cache):
 
     @property
     def storage_versions(self) -> tuple[int, ...] | None:
-        """One number per layer that changes whenever its memory moves, or None if a layer has no memory yet."""
+        """One number per layer, which changes whenever the layer's memory moves.
+
+        The result is None as long as a layer has no memory.
+        """
         stores = [layer.store for layer in self.layers]
-        return None if None in stores else tuple(store.stamp for store in stores)
+        return None if None in stores else tuple(store.storage_version for store in stores)
 
     @property
     def capacity(self) -> int:
@@ -148,7 +151,7 @@ class FusedCache(Cache):
         """Store new tokens and compute their attention over all tokens with the decode kernel.
 
         Args:
-            q: queries, [B, h, T, d] per map; the second map's are [B, n, T, d] if pairs share noise heads.
+            q: queries, [B, h, T, d] per map. If h pairs share n noise heads, those of the second map are [B, n, T, d].
             k: new keys [B, H, T, d], heads of the first map before those of the second.
             v: new values [B, h_kv, T, dv].
             lam, scale, mask, post: as in `AttentionCall`.

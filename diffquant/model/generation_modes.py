@@ -30,7 +30,8 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
         is_quantized: whether the recipe quantizes some layer's keys or values.
 
     Raises:
-        UsageError: the cache stores 16 bits or another recipe's codes, or does not hold exactly the tokens given to it.
+        UsageError: the cache stores 16 bits instead of the recipe's codes, belongs to another recipe, or has static or
+            sliding-window layers, which do not return exactly the tokens stored in them.
     """
     kind = type(cache).__name__
     if not hasattr(cache, "get_seq_length"):
@@ -56,13 +57,16 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
 
 
 def resolve_setting(model: PreTrainedModel, given: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a `generate` call: from its argument, its generation_config or the model's, in this order."""
+    """Return a setting of a `generate` call, or None if it is not set.
+
+    It is looked up in the call's arguments `given`, then in their generation_config, then in the model's.
+    """
     configured = (getattr(each, name, None) for each in (given.get("generation_config"), model.generation_config))
     return next((value for value in (given.get(name), *configured) if value is not None), None)
 
 
 def max_total_length(model: PreTrainedModel, given: Mapping[str, Any]) -> int:
-    """Return the largest total length, prompt included, that a call of `generate` may reach."""
+    """Return the largest number of tokens, prompt included, that a `generate` call with arguments `given` may reach."""
     prompts = (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     length = next((prompt.shape[1] for prompt in prompts if prompt is not None), 0)
     new = resolve_setting(model, given, "max_new_tokens")

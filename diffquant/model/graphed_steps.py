@@ -27,6 +27,9 @@ Recording = tuple[Callable[[], None], Tensor]
 def record_cuda_graph(work: Callable[[], Tensor], device: torch.device) -> Recording:
     """Record the kernels that `work` launches on a device into a CUDA graph, without running them.
 
+    Returns:
+        A function that replays the kernels, and the tensor returned by `work`, to which each replay writes.
+
     Raises:
         RuntimeError: `work` synchronizes with the device, or does something else that cannot be recorded.
     """
@@ -73,7 +76,7 @@ class GraphedSteps:
         return GraphedSteps, ()
 
     def remember_model(self, model: nn.Module) -> bool:
-        """Remember the model for `is_model_unchanged`; return whether a later call may use a recording."""
+        """Remember the model for `is_model_unchanged`. Return whether a step is recorded, for a later call to reuse."""
         self._signature = signature_of(model)
         return self._recorded is not None
 
@@ -82,7 +85,10 @@ class GraphedSteps:
         return self._signature == signature_of(model)
 
     def reuse_store(self, layer: int, fits: Callable[[KVStore], bool]) -> KVStore | None:
-        """Empty and return a layer's store of the previous call; if it does not fit, drop all stores, return None."""
+        """Empty a layer's store of the previous call and return it.
+
+        If there is none, or `fits` is false for it, release all stores of that call and the recording, and return None.
+        """
         store: KVStore | None = None if self._cache is None else self._cache.layers[layer].store
         if store is None or not fits(store):
             self._cache = self._place = self._recorded = None
@@ -158,7 +164,7 @@ _HOLES = "the padding mask has holes, which the decode kernel does not support"
 
 
 def signature_of(model: nn.Module) -> tuple[object, ...]:
-    """Return all that a recorded step depends on, except the values of tensors, to find out whether a model changed."""
+    """Return what a recorded step depends on in a model, except tensor values; equal signatures mean no change."""
     values = (value for module in model.modules() for value in (module, *vars(module).values()))
     return (torch.is_autocast_enabled("cuda"), *(part for value in values for part in _parts(value)))
 

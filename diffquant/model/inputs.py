@@ -56,15 +56,15 @@ def add_input_rounding(model: nn.Module, linears: Mapping[str, str], recipe: Rec
 
     Args:
         model: model that contains the Linears.
-        linears: names in the checkpoint of the Linears with quantized weights, by their names in the model.
+        linears: checkpoint names of the Linears with quantized weights, by their names in the model.
         recipe: recipe of the model.
 
     Returns:
-        The rounding of each Linear, by name.
+        The hook of each module whose inputs are rounded, by its name in the model.
 
     Raises:
-        UsageError: activations are to be rounded but no weights are quantized, or gate and up, which one kernel
-            computes, have different schemes.
+        UsageError: activations are to be rounded but no weights are quantized, or gate and up projection are joined
+            into one module and have different schemes.
     """
     if recipe.quantizes_any("activations") and not linears:
         raise UsageError(

@@ -26,6 +26,9 @@ class QuantizedLinear(nn.Module):
 
     Its `state_dict` has the kernels' layout and loads only into a model with the same schemes. Checkpoints have the
     layout of `numbers.pack`.
+
+    Attributes:
+        low, high, scales, row_scale: as in `PackedWeight`.
     """
 
     low: Tensor
@@ -48,7 +51,10 @@ class QuantizedLinear(nn.Module):
         return PackedWeight(self.low, self.high, self.scales, self.row_scale, self.bits, self.group, shape)
 
     def join_outputs(self, other: QuantizedLinear) -> QuantizedLinear | None:
-        """Return one layer that computes this layer's outputs and another's behind them, or None if not possible."""
+        """Return one layer that computes this layer's outputs followed by those of another layer on the same input.
+
+        None means that their weights cannot be joined, or that only one has a bias.
+        """
         if join_refusal(self.packed, other.packed) or (self.bias is None) != (other.bias is None):
             return None
         joined = QuantizedLinear(join_rows(self.packed, other.packed))

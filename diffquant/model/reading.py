@@ -128,12 +128,12 @@ class Reading:
 
     @classmethod
     def of(cls, valid: Tensor | None, length: int, window: int | None, cache: MixedCache | None) -> Self:
-        """Create the masks of a model's layers for T = `length` new tokens.
+        """Create the masks and the cache arguments of a model's layers for T = `length` new tokens.
 
         Args:
             valid: bool [B, S] over cached and new tokens, False at padding, or None if there is no padding.
             window: number of newest tokens that windowed layers see, or None if there is no window.
-            cache: cache of the earlier tokens.
+            cache: cache of the earlier tokens, or None.
         """
         near = length + (cache.windowed_length if cache is not None else 0)
         windowed = Mask(None if valid is None else valid[:, -near:], window)
@@ -141,7 +141,7 @@ class Reading:
         return cls(Mask(valid), windowed, windowed.count_needed_keys(near), cache, new)
 
     def mask(self, window: int | None) -> Mask:
-        """Return the mask of a layer with this window, or of a layer without a window if `window` is None."""
+        """Return the mask of windowed layers, or of layers that see all tokens if `window` is None."""
         return self.whole if window is None else self.windowed
 
     @property
@@ -150,15 +150,15 @@ class Reading:
         return None if self.valid is None else self.valid.sum(1)
 
     def move_padding_last(self, x: Tensor) -> Tensor:
-        """Move padding in x [B, T, E] behind its sequence's tokens, so that a recurrence reads these without gaps."""
+        """Reorder each sequence in x [B, T, E] so that padding follows its tokens, as a recurrence needs."""
         return x if self.valid is None else x.take_along_dim(self._order(self.valid), 1)
 
     def restore_padding(self, x: Tensor) -> Tensor:
-        """Undo `move_padding_last`: move padding in x [B, T, E] from behind the tokens back to its place."""
+        """Undo `move_padding_last`: return x [B, T, E] with tokens and padding in their original order."""
         return x if self.valid is None else x.take_along_dim(self._order(self.valid).argsort(1), 1)
 
     def mask_padding(self, step: Tensor) -> Tensor:
-        """Set a recurrence's step sizes [B, T, E] to 0 at padding, after `move_padding_last`."""
+        """Set a recurrence's step sizes [B, T, E], ordered by `move_padding_last`, to 0 at padding."""
         if self.valid_counts is None:
             return step
         places = torch.arange(step.shape[1], device=step.device)

@@ -110,7 +110,7 @@ def count_visible_logits(heads: int, rows: int, keys: int, window: int | None = 
 
 
 def split_into_batches(ids: Tensor, max_tokens: int) -> Sequence[Tensor]:
-    """Split sequences [N, T] into batches of at most `tokens` tokens, with at least one sequence each."""
+    """Split sequences [N, T] into batches [n, T] of at most `max_tokens` tokens; each has at least one sequence."""
     windows: Sequence[Tensor] = ids.split(max(1, max_tokens // ids.shape[1]))
     return windows
 

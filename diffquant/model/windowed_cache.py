@@ -107,7 +107,7 @@ class MixedCache(Cache):
         """Return the cache of a recurrent layer.
 
         Raises:
-            UsageError: the layer keeps keys and values, as in another model's cache.
+            UsageError: the layer keeps keys and values, because the cache belongs to another model.
         """
         states = self.layers[layer]
         if not isinstance(states, RecurrentLayer):
@@ -121,7 +121,10 @@ class MixedCache(Cache):
 
 
 class RecurrentLayer:
-    """Cache of a Mamba layer: the newest inputs of its convolution, and its state."""
+    """Cache of a Mamba layer: the newest inputs of its convolution, and its state.
+
+    W is the convolution's width, E the number of its channels and N the size of a channel's state.
+    """
 
     is_compileable = False
     is_croppable = False
@@ -142,8 +145,6 @@ class RecurrentLayer:
     def read(self) -> tuple[Tensor, Tensor]:
         """Return the convolution's newest inputs [B, W - 1, E] and the state [B, E, N].
 
-        W is the convolution's width, E the number of its channels and N the size of a channel's state.
-
         Raises:
             UsageError: nothing has been written yet.
         """
@@ -152,7 +153,7 @@ class RecurrentLayer:
         return self._parts
 
     def write(self, inputs: Tensor, state: Tensor) -> None:
-        """Replace the stored inputs and state."""
+        """Replace the stored inputs [B, W - 1, E] and state [B, E, N]."""
         # Cloned, since a slice would keep the memory of all inputs of a prompt allocated.
         self._parts = inputs.clone(), state.clone()
 

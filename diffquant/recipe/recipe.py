@@ -140,7 +140,7 @@ class Recipe:
         Args:
             entries: the recipe's attributes by name, with schemes as text. The entry `kv` stands for `k` and `v`. The
                 entry `like` names a published kernel of `presets.LIKE`, whose schemes of `qk`, `p` and `pv` are used.
-                In both cases an attribute that is given itself takes precedence.
+                Attributes that have their own entries take precedence over both.
 
         Raises:
             UsageError: a key is unknown (the message suggests the nearest), or a scheme is malformed.
@@ -233,7 +233,7 @@ class Recipe:
         return self._scheme_of("activations", f"{module}.activations")
 
     def at_layer(self, layer: int) -> "Recipe":
-        """Return this recipe for one layer: overrides that match the layer are applied, and only those of weights kept.
+        """Return this recipe for one layer, with the layer's overrides applied; only overrides of weights remain.
 
         Args:
             layer: index of the layer, from 0.
@@ -256,7 +256,10 @@ class Recipe:
 
     @property
     def distinct_map_rounding(self) -> set[bool]:
-        """Whether layers round their attention maps (`logits` or `p`): {True}, {False}, or both if layers differ."""
+        """Distinct answers, over all layers, to whether a layer rounds its attention maps (`logits` or `p`).
+
+        It is {True}, {False}, or {True, False} if layers differ.
+        """
         logits, weights = ({s.quantizes for s in self.schemes_of(target)} for target in ("logits", "p"))
         return {a or b for a in logits for b in weights}
 
@@ -268,7 +271,7 @@ class Recipe:
         """Check that every override of one of `LAYER_TARGETS` matches a layer.
 
         Args:
-            layers: numbers of the layers that have each target.
+            layers: 0-based indices of the layers that have each target, by target.
 
         Raises:
             UsageError: an override matches no layer; the message lists all of these overrides.

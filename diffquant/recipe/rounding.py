@@ -123,7 +123,10 @@ class RoundingSettings:
 
 
 def to_calibration_paths(sources: Sequence[Path | str]) -> Path | tuple[Path, ...] | None:
-    """Return sources of calibration data in the form of `RoundingSettings.text`: None, a Path, or a tuple of Paths."""
+    """Return sources of calibration data in the form of `RoundingSettings.text`.
+
+    This is a Path for one source, a tuple of Paths for several, or None if there is none.
+    """
     several = tuple(map(Path, sources))
     return several if len(several) > 1 else next(iter(several), None)
 

@@ -186,7 +186,7 @@ class Scheme:
         return self.format.name + granularity if self.quantizes else self.format.name
 
     def with_tensor_scale(self, largest: "Tensor") -> "Scheme":
-        """Return this scheme for one weight, as `NumberFormat.with_tensor_scale` adapts the format.
+        """Return this scheme with the tensor scale of one weight, or itself if its format has no tensor scale.
 
         Args:
             largest: float32 [1], the weight's largest magnitude.

@@ -20,13 +20,19 @@ _OF_ACTIVATIONS = (*map(str, range(2, 9)), "e4m3", "nvfp4")
 
 
 def target_of(pattern: str) -> str:
-    """Return the target that an override's pattern sets: the part after the last dot if it is one, else "weights"."""
+    """Return the target that an override's pattern sets.
+
+    This is the part after the last dot if that is a target's name, else "weights".
+    """
     last = pattern.rsplit(".", 1)[-1]
     return last if last in TARGETS else "weights"
 
 
 def layer_target_name(target: str, layer: int) -> str:
-    """Return the name that patterns of overrides must match for a layer: "model.layers.3.self_attn.k" for "k" and 3."""
+    """Return a layer's name for a target, which patterns of overrides have to match.
+
+    For example, it is "model.layers.3.self_attn.k" for target "k" and layer 3.
+    """
     return f"model.layers.{layer}.self_attn.{target}"
 
 

@@ -34,7 +34,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
         asked: "recipe" for the format in the folder's recipe, "auto", or vLLM's name of a format.
 
     Raises:
-        UsageError: vLLM does not have the recipe's cache, or has no cache named `asked`.
+        UsageError: vLLM does not support the recipe's cache format, or has no format named `asked`.
     """
     recipe = read_stored_recipe(config)
     if asked == AUTO or (asked == RECIPE and not recipe.quantizes_any("k", "v")):
@@ -60,7 +60,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
 
 
 def vllm_formats(has_gpu: bool) -> tuple[str, ...]:
-    """Return the cache formats that the installed vLLM lists: with a GPU all of them, else those of its CPU backend."""
+    """Return the names of the installed vLLM's cache formats: all of them with a GPU, else those of its CPU backend."""
     if has_gpu:
         from vllm.config.cache import CacheDType
 
@@ -76,7 +76,10 @@ def is_fp8(cache: str) -> bool:
 
 
 def override_cache_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries that override config.json so that vLLM ignores the folder's scheme of the KV cache."""
+    """Return a replacement of config.json's `quantization_config` without the scheme of the KV cache.
+
+    With this entry, vLLM ignores the folder's cache scheme. `config` must have a `quantization_config`.
+    """
     entry = config["quantization_config"]
     return {"quantization_config": {key: value for key, value in entry.items() if key != "kv_cache_scheme"}}
 

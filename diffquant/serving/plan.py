@@ -97,8 +97,9 @@ def plan_server(
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: a request with `context` tokens does not fit into memory, head pairs would be split between devices,
-            or vLLM has no such dtype or cache.
+        UsageError: `model` is not a folder, its weights have a layout that is not served, a request with `context`
+            tokens does not fit into memory, head pairs would be split between devices, or vLLM does not support the
+            dtype or the cache format.
         CheckpointError: config.json redirects vLLM to another model, or the folder contains or names code that is not
             diffquant's and would run.
     """
@@ -168,8 +169,8 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
         ranks: number of devices.
 
     Raises:
-        UsageError: head pairs would be split between devices, the plugin serves the model on one device alone, or the
-            modelling file has no plan for tensor parallelism.
+        UsageError: head pairs would be split between devices, the plugin serves the model on a single device only, or
+            the plugin is not used and the folder's modelling file has no plan for tensor parallelism.
     """
     if not is_compiled(adapter):
         raise UsageError(f"{config['model_type']} is served on one rank: leave out {option_name('ranks', ranks)}")

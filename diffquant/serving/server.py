@@ -31,7 +31,7 @@ def run_server(plan: ServerPlan, on_ready: Callable[[], None]) -> None:
         on_ready: called once the server answers.
 
     Raises:
-        DiffQuantError: the server ended without being interrupted.
+        DiffQuantError: the server did not start, or ended without being interrupted.
     """
     for note in plan.notes:
         sys.stderr.write(f"note: {note}\n")
@@ -49,10 +49,11 @@ def run_server(plan: ServerPlan, on_ready: Callable[[], None]) -> None:
 
 
 def check_cpu(folder: Path, cache: str, implementation: Implementation) -> None:
-    """Check that this CPU has the instructions that vLLM's low-bit kernels need, AVX-512 on x86.
+    """Check that this CPU can run vLLM's low-bit kernels, which need AVX-512 on x86.
 
     Raises:
-        UsageError: it lacks them, and the cache is fp8, or weights are packed and the plugin does not unpack them.
+        UsageError: the CPU lacks AVX-512, and either the cache is fp8, or the folder has packed weights and
+            `implementation` is not the plugin, which unpacks them.
     """
     import torch
 
@@ -73,7 +74,7 @@ def check_port(host: str, port: int) -> None:
     """Check that the server can listen at an address.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the server cannot listen there, for example because the port is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:

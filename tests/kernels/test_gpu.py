@@ -9,7 +9,7 @@ import torch
 
 from diffquant.kernels import gpu
 from diffquant.kernels.cache.decode_cut import TILES, DecodeSplit, choose_split_count
-from diffquant.kernels.gpu import device_refusal, fp8_refusal, survey_kernels, triton_version, warpgroup_refusal
+from diffquant.kernels.gpu import device_refusal, fp8_pv_refusal, survey_kernels, triton_version, warpgroup_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module
 from diffquant.kernels.linear.linear import launch_matmul, linear
@@ -123,7 +123,7 @@ def test_a_start_that_costs_more_leads_to_fewer_waves():
 def test_shares_are_those_of_a_devices_own_bandwidth_and_multiprocessors():
     q = [torch.zeros(8, 12, 1, 128, dtype=torch.float16)]
     shares = {}
-    for name, card in {"H100": H100, "slow": replace(H100, bytes_a_second=1e11), "half": HALF}.items():
+    for name, card in {"H100": H100, "slow": replace(H100, bytes_per_second=1e11), "half": HALF}.items():
         with simulate_gpu(card):
             shares[name] = DecodeSplit.of(TILES["decode/sm_90/256/4"], q, 12, 2048, 16384, None).shares
     # 96 programs a share, and places for two blocks on each of 132 or 66 multiprocessors.
@@ -160,4 +160,4 @@ def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatc
     machine((8, 0), "3.4.0")
     assert list(survey_kernels(CUDA).refused) == ["any of them"]
     machine((8, 6))
-    assert survey_kernels(CUDA).refused == {"attention triton-fp8": fp8_refusal(CUDA)}
+    assert survey_kernels(CUDA).refused == {"attention triton-fp8": fp8_pv_refusal(CUDA)}

@@ -291,9 +291,9 @@ def test_an_emptied_store_is_as_a_new_one():
     store, new = (KVStore(Recipe.of(kv=8, residual=4), k, k, 100) for _ in range(2))
     append.append(store, k, k)
     assert store.length == 20
-    stamp = store.stamp
+    version = store.storage_version
     store.clear()
-    assert (store.length, store.stamp, store.progress.tolist()) == (0, stamp, [0] * 4)
+    assert (store.length, store.storage_version, store.progress.tolist()) == (0, version, [0] * 4)
     for x, y in zip(store.keys.tensors + store.values.tensors, new.keys.tensors + new.values.tensors, strict=True):
         assert torch.equal(x, y)
 

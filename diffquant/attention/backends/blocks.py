@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.attention.logits import (
-    has_joint_rounding,
     largest_magnitudes,
     mask_and_shift_logits,
     round_call_logits,
+    rounds_maps_jointly,
     softmax_weights,
     to_mean_and_difference,
 )
@@ -32,7 +32,7 @@ _BLOCK_ENTRIES = 1 << 21
 
 
 def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Compute the attention weights of each map and of their difference, for queries from `first` on.
+    """Compute the attention weights of each map, and the combined weights of values, for queries from `first` on.
 
     Args:
         call: any call; nothing is added to its meter.
@@ -40,8 +40,8 @@ def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tens
             with later ones.
 
     Returns:
-        Two tensors: the weights by which values are multiplied, [B, h, T - first, S], which are g·map 1 - λ·map 2 or
-        the only map; and the softmax of each map, [maps, B, h, T - first, S], with a noise map for each pair.
+        combined weights of values, [B, h, T - first, S]: g·map 1 - λ·map 2, or the only map.
+        softmax of each map, [maps, B, h, T - first, S]. Noise maps that pairs share are repeated for each pair.
     """
     call = replace(call, meter=None)
     weights, maps = [], []
@@ -60,10 +60,10 @@ def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tupl
     largest magnitude, then to be quantized.
 
     Yields:
-        The slice of a block's R queries, and one [B, h or n, R, S'] per map over the S' leading keys that these queries
-        may see. The first block may begin before `first`.
+        The slice of a block's R queries, and one tensor per map over the S' leading keys that these queries may see:
+        [B, h, R, S'], or [B, n, R, S'] for n noise heads that pairs share. The first block may begin before `first`.
     """
-    if has_joint_rounding(call.logits):
+    if rounds_maps_jointly(call.logits):
         call = call.expand_noise()
     logits = call.logits
     shared = None
@@ -86,7 +86,7 @@ def combine_maps(call: AttentionCall, maps: list[Tensor], rows: slice) -> Tensor
 
 
 def multiply_grouped(x: Tensor, y: Tensor) -> Tensor:
-    """Compute x [B, h, T, n] @ y [B, h_kv, n, m]; h / h_kv adjacent heads of x use the same head of y, uncopied."""
+    """Compute x [B, h, T, n] @ y [B, h_kv, n, m]; h / h_kv adjacent heads of x share a head of y, without copies."""
     batch, heads, length, width = x.shape
     groups = y.shape[1]
     product = x.reshape(batch, groups, heads // groups * length, width) @ y
@@ -119,7 +119,11 @@ def _rows_of(weight: Tensor, rows: slice) -> Tensor:
 
 
 def attend_by_blocks(call: AttentionCall) -> Tensor:
-    """Compute attention by blocks of queries, including the quantization of its maps and the pair norm."""
+    """Compute attention by blocks of queries, including the quantization of its maps and the pair norm.
+
+    Returns:
+        [B, h, T, dv] in v's dtype.
+    """
     v = call.v
     if call.has_quantized_maps and v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
         warnings.warn(f"quantizing in PyTorch, many times slower than in the Triton kernel: {refusal}", stacklevel=2)

@@ -100,11 +100,11 @@ def _attend_by_parts(call: AttentionCall, one_map: MapAttention) -> Tensor:
 
 
 def combine_outputs(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
-    """Compute each map's output with `one_map` and return signal map - λ·noise map, or the only map's output.
+    """Compute each map's output and return g·signal output - λ·noise output, or the only map's output.
 
     Args:
         call: call that gives all but the values.
-        v: values, or a part of their channels.
+        v: values to use instead of the call's, such as a part of their channels.
         one_map: function that computes one map's output.
     """
     q, k = call.q, call.k

@@ -41,7 +41,7 @@ def compute_logit_extremes(
     MAPS: tl.constexpr, USE_TMA: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the largest and smallest visible logit of each query of a tile; both are 0 for a query that sees no key.
+    """Store the largest and smallest visible logit of each query of a tile; both are 0 for a query that sees no key.
 
     `scale` is positive. If `q_steps` and `k_steps` are given, queries and keys are codes with these per-token scales.
     """

@@ -30,13 +30,14 @@ def visible_key_range(query, queries, offset, valid):
 
 @triton.jit
 def masked_key_bounds(first, last, valid, BN: tl.constexpr):
-    """Return three bounds of the keys of a tile whose rows see the keys from `first` to exclusive `last`.
+    """Split the keys of a tile of rows into a range that needs no mask and one that does.
 
-    All rows see the keys in [inner, outer), so these need no mask; those in [outer, stop) need one. `inner` and `outer`
-    are multiples of BN. Rows that see no key are ignored, since their results are discarded.
+    Each row sees the keys from `first`, which is always 0, to exclusive `last`. Rows that see no key are ignored, since
+    their results are discarded.
 
     Returns:
-        inner, outer, stop.
+        inner, outer: all rows see the keys [inner, outer), without a mask. `inner` is 0, `outer` a multiple of BN.
+        stop: only some rows see the keys [outer, stop), which need a mask. No row sees keys from `stop` on.
     """
     sees = first < last
     begin = tl.min(tl.where(sees, first, valid)) // BN * BN
@@ -54,7 +55,7 @@ _FP16_MAX = tl.constexpr(65504.0)
 
 @triton.jit
 def tensor_offset(strides, sequence, head, position):
-    """Return the int64 offset of a sequence, head and position in a tensor whose axes have these strides."""
+    """Return the int64 offset, in elements, of a position of a head of a sequence in a tensor with these strides."""
     return (
         tl.cast(sequence, tl.int64) * strides[0]
         + tl.cast(head, tl.int64) * strides[1]
@@ -64,7 +65,10 @@ def tensor_offset(strides, sequence, head, position):
 
 @triton.jit
 def valid_range(Starts, Ends, sequence, length):
-    """Return a sequence's first valid position and its number of valid positions, clamped to the tensor."""
+    """Return a sequence's first valid position and its number of valid positions, both limited by `length`.
+
+    Starts and Ends hold the first valid position of each sequence and one past the last, or are None.
+    """
     start = 0
     end = length
     if Starts is not None:
@@ -110,14 +114,20 @@ def attend_keys(
     EDGE: tl.constexpr, USE_TMA: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Continue an online softmax over keys `begin` to `end`; return the updated accumulators, maxima and sums.
+    """Continue an online softmax over keys `begin` to exclusive `end`.
 
     Args:
-        left, right: sums of weighted values [rows, PART]; `right` is unused if PARTS is 1.
-        largest, total: maxima and sums of weights [rows].
+        left, right: weighted sums of values [rows, PART] over the first and second PART channels. `right` is unused
+            if PARTS is 1.
+        largest, total: maxima of logits and sums of weights [rows].
         q: queries [rows, WIDTH]; their positions are `position` [rows].
+        K, V: keys and values, as `source` of `load_rows`.
+        keys: number of valid keys.
         scale: factor of Q·Kᵀ, times log2(e).
         EDGE: whether some rows do not see all of these keys, so that logits are masked.
+
+    Returns:
+        left, right, largest and total, updated.
     """
     for first in tl.range(begin, end, STEP):
         k = load_rows(K, first, 0, keys, k_stride, STEP, WIDTH, USE_TMA, EDGE)
@@ -149,9 +159,11 @@ def attend_tile(
 ):  # fmt: skip
     """Compute softmax(q·Kᵀ·scale)·V of one tile, float32 [rows, PART · PARTS]; rows without visible keys get 0.
 
-    Two parts are for Ampere: if values are wider than the number of rows, Triton distributes warps over columns, and
-    warps exchange row maxima and weights through shared memory. On Hopper one part is faster, since the products of two
-    parts wait for each other.
+    The rows' positions are `position` [rows], from `first` to `last`; `keys` is the number of valid keys.
+
+    Value channels are processed in one or two PARTS of PART channels. Two are for Ampere: if values are wider than the
+    number of rows, Triton distributes warps over columns, and warps exchange row maxima and weights through shared
+    memory. On Hopper one part is faster, since the products of two parts wait for each other.
     """
     rows: tl.constexpr = q.shape[0]
     left = tl.zeros([rows, PART], tl.float32)
@@ -183,7 +195,7 @@ def to_float16(x):
 
 @triton.jit
 def pair_norm(out, Weight, eps, factor, VALUE_WIDTH: tl.constexpr):
-    """Apply RMSNorm to each row and multiply by `factor`."""
+    """Apply RMSNorm to each row, with a weight unless Weight is None, and multiply by `factor`."""
     out *= (tl.rsqrt(tl.sum(out * out, 1) / VALUE_WIDTH + eps) * factor)[:, None]
     if Weight is not None:
         out *= tl.load(Weight + tl.arange(0, VALUE_WIDTH)).to(tl.float32)[None, :]

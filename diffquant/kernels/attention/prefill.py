@@ -45,7 +45,8 @@ def prefill_v1(
 ):  # fmt: skip
     """Compute the output [B, h, T, dv] of q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv] and λ [B, h, T].
 
-    Each program computes one tile. Strides are in elements, of batch, head and position; `scale` includes log2(e).
+    Each program computes one tile: ROWS queries of one pair. Parked is Out's memory as float16, in which the noise map
+    is stored. Strides are in elements, of batch, head and position; `scale` includes log2(e).
     """
     VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, ROWS)
@@ -99,7 +100,7 @@ def prefill_v2(
     NORM: tl.constexpr, USE_TMA: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output as in `prefill_v1` if both maps share K [B, h_kv, S, d]; ROWS / 2 queries fill a tile."""
+    """Compute what `prefill_v1` computes for maps that share K [B, h_kv, S, d]; a tile has ROWS / 2 queries."""
     held: tl.constexpr = ROWS // 2
     VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, held)

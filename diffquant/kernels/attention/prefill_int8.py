@@ -29,7 +29,7 @@ from diffquant.kernels.attention.online import (
 )
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv, swizzle
 from diffquant.kernels.configs import choose_config, make_attention_config
-from diffquant.kernels.gpu import device_class, fp8_refusal
+from diffquant.kernels.gpu import device_class, fp8_pv_refusal
 
 # log2(448): softmax weights are multiplied by 448, e4m3's largest number, to use its whole range.
 _E4M3_TOP = tl.constexpr(8.807354922057604)
@@ -44,9 +44,10 @@ def attend_int8(
     D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, USE_TMA: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of BM rows of one pair.
+    """Compute attention of one tile of BM rows of one pair, with codes and scales from `quantize_qkv`.
 
-    With PACK = 2 the maps share keys, and a query has two adjacent rows; else PACK is 1.
+    MAPS is the number of maps with separate keys (V1: 2, else 1), PACK the number of maps that share keys (V2: 2, else
+    1). With PACK = 2, a query has two adjacent rows. If FP8, v has codes in e4m3, else half-precision values.
     """
     # Under causal order, tiles at the end see the most keys, so they start first.
     tiles = rows // BM
@@ -220,7 +221,7 @@ def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:
     """Return why `prefill_int8` cannot serve a call on a device that runs Triton, or None."""
     if pv not in PV_TYPES:
         return f"P·V in {pv!r} is unknown; choose from {', '.join(PV_TYPES)}"
-    if pv == "fp8" and (reason := fp8_refusal(call.v.device)):
+    if pv == "fp8" and (reason := fp8_pv_refusal(call.v.device)):
         return reason
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 

@@ -27,7 +27,7 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate barriers [COUNT, 1] that complete a phase after ARRIVALS arrivals. Each of them must be used.
+    """Allocate barriers [COUNT, 1] that complete a phase after ARRIVALS arrivals. Each barrier must be used.
 
     PTX allows only mbarrier operations on a valid mbarrier's memory until `mbarrier.inval`. Triton does not invalidate
     barriers and reuses the memory of unused ones for the partitions' arguments; some launches on an H100 then hung.
@@ -76,7 +76,7 @@ def load_tiles(
 
 @gluon.jit
 def valid_range(starts, ends, sequence, S):
-    """Return a sequence's first valid position and its number of valid positions, clamped to the tensor."""
+    """Return a sequence's first valid position and its number of valid positions, both limited by the length S."""
     start = 0
     end = S
     if starts is not None:
@@ -98,9 +98,12 @@ def count_key_steps(position, queries, valid, BN: gl.constexpr):
 
 @gluon.jit
 def is_noise_map(own, T, HALF: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr):
-    """Return whether a warpgroup's rows belong to a noise map, which is stored for the signal map to subtract.
+    """Return whether a warpgroup computes a noise map, which is stored and later subtracted from the signal map.
 
-    If maps share keys, or there is only one, the result is written as a comparison of T, which is positive: Triton 3.6
+    If maps have separate keys (MAPS = 2), it does in its first pass, where `own` is 0. If they share keys (PACK = 2),
+    the second warpgroup does, for which HALF is 1.
+
+    Except with separate keys, the result is written as a comparison of T, the positive number of queries. Triton 3.6
     cannot compile an unconditional store of rows inside a partition, so the condition must not be constant.
     """
     if MAPS > 1:
@@ -114,22 +117,28 @@ def is_noise_map(own, T, HALF: gl.constexpr, MAPS: gl.constexpr, PACK: gl.conste
 
 @gluon.jit
 def store_noise_rows(y, places, kept):
-    """Store a noise map's rows in fp16 whatever the output's dtype; bfloat16 would lose precision of the difference."""
+    """Store a noise map's rows y in fp16 at the pointers `places` where `kept` is true.
+
+    The output's dtype does not matter here; in bfloat16 the difference of the maps would lose precision.
+    """
     floor = gl.maximum(y, -_FP16_MAX, propagate_nan=_NAN_STAYS)
     gl.store(places, gl.minimum(floor, _FP16_MAX, propagate_nan=_NAN_STAYS).to(gl.float16), mask=kept)
 
 
 @gluon.jit
 def subtract_noise_rows(y, places, kept, lam):
-    """Subtract λ times the stored noise rows from y. Each entry is read by the corresponding thread that stored it."""
+    """Return y minus λ times the noise rows stored at the pointers `places`, or y where `kept` is false.
+
+    Each entry must be read by the thread that stored it.
+    """
     return y - lam[:, None] * gl.load(places, mask=kept, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def store_rows(y, squares, places, kept, weight, column, eps, factor, NORM: gl.constexpr, WIDTH: gl.constexpr):
-    """Store rows, after the pair norm if NORM.
+    """Store rows y at the pointers `places` where `kept` is true, after the pair norm if NORM.
 
-    `squares` are the rows' sums of squares over all WIDTH channels; `column` are the channel indices of `y`.
+    `squares` are the rows' sums of squares over all WIDTH channels; `column` are the channel indices of y.
     """
     if NORM:
         y = y * (gl.rsqrt(squares / WIDTH + eps) * factor)[:, None]

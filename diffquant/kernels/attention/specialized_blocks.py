@@ -26,22 +26,29 @@ def attend_blocks(
     KIND: gl.constexpr, HALF: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     LOGITS: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Run online softmax over `steps` key blocks and return the accumulators.
+    """Run an online softmax of 64 rows over `steps` key blocks of BN keys.
 
     The first `whole` blocks are visible to all queries and need no mask.
 
     Args:
+        buffers, full, free: tuples of the buffers and barriers of Q, K and V, as in `load_tiles`.
+        turns: barriers by which the two warpgroups take turns.
         numbers: scale, log2(e) and number of code levels below the maximum, used for quantized logits.
         rows: result of `load_row_scales` for quantized logits; scales of the rows and of the key blocks for 8-bit
             codes; else the scale of all logits.
         last: number of visible keys of each row.
-        y: zero accumulators [64, DH], one for each part of the columns; more than one only for 8-bit codes.
+        y: tuple of zero accumulators [64, channels], one for each part of V's channels; more than one part only for
+            8-bit codes.
         top: initial running maximum of each row.
-        done, own: number of blocks and of maps processed before; a map takes one more turn than it has blocks.
+        done, own: number of blocks and of maps that the warpgroup processed before. The number of turns so far is
+            their sum, since a map takes one more turn than it has blocks.
         KIND: three flags: logits are quantized, logits are shifted, Q and K are 8-bit codes.
+        HALF: index of the warpgroup, 0 or 1.
+        STAGES: number of buffers of K and of V.
+        LOGITS, VALUES: register layouts of logits and of accumulators.
 
     Returns:
-        Weighted sums of values, sums of weights, and number of clipped logits of each row.
+        Weighted sums of values as in `y`, sums of weights [64], and number of clipped logits of each row [64].
     """
     total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, LOGITS))
     below = gl.full([64], 0, gl.int32, gl.SliceLayout(1, LOGITS))
@@ -88,9 +95,17 @@ def attend_blocks(
 
 @gluon.jit
 def load_row_scales(top, steps_of_codes, row_at, inside, SHIFT: gl.constexpr, ROWS: gl.constexpr):
-    """Load each row's largest logit and scale; compute the inverse scale and the largest logit's code.
+    """Load the largest logit and the quantization scale of 64 rows.
 
-    Rounding is monotonic, so this is the row's largest code; with shifted logits it is 0.
+    Args:
+        top, steps_of_codes: pointers to largest logits and to scales.
+        row_at, inside: indices of the rows, and whether each of them exists.
+        SHIFT: whether logits are shifted.
+        ROWS: register layout of the results.
+
+    Returns:
+        largest logit, scale, 1 / scale, and code of the largest logit, 0 if logits are shifted. Rounding is
+        monotonic, so this is the row's largest code.
     """
     largest = gl.load(top + row_at, mask=inside, other=0.0)
     step = gl.load(steps_of_codes + row_at, mask=inside, other=1.0)

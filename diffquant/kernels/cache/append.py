@@ -90,9 +90,16 @@ def _(*_args: object) -> None:
 def plan_append_launches(tokens: int, k_block: int, k_ring: int, v_ring: int) -> tuple[int, list[tuple[bool, bool]]]:
     """Return how an append of `tokens` tokens is launched.
 
+    A step is a range of tokens of one head that one program processes.
+
+    Args:
+        tokens: number of new tokens.
+        k_block: number of tokens that share K's scales.
+        k_ring, v_ring: numbers of tokens in the rings of K and V; 0 without a ring.
+
     Returns:
-        The largest number of steps per head, and for each launch whether it packs tokens that leave the ring and
-        whether it writes new tokens to the ring.
+        steps: upper limit of the number of steps per head.
+        launches: for each launch, whether it packs tokens that leave the ring, and whether it writes new tokens to it.
     """
     steps = max(
         _most_packed_steps(tokens, k_block) + _most_waiting_steps(tokens, k_ring, k_block),
@@ -120,5 +127,5 @@ def _most_waiting_steps(tokens: int, ring: int, block: int) -> int:
 
 @cache
 def largest_scale(bits: int, dtype: torch.dtype) -> float:
-    """Return the largest scale whose products with codes do not overflow a dtype."""
+    """Return the largest scale whose products with codes of `bits` bits do not overflow `dtype`; 1 for 16 bits."""
     return 1.0 if bits == 16 else float(to_storable_scale(torch.tensor(torch.inf), max_code(bits), dtype))

@@ -29,9 +29,10 @@ def append_tokens(
     V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
     PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Append one step of tokens to one head; heads of K come before those of V.
+    """Append one step of tokens to one head of a store; heads of K come before those of V.
 
-    Tokens that leave the ring are packed if PACKS; new tokens are written to the ring if KEEPS.
+    Tokens that leave the ring are packed if PACKS. If KEEPS, new tokens are written to the ring, and the last program
+    to finish advances the length in Progress.
     """
     length = tl.load(Progress)
     k_floor = tl.load(Progress + 1)
@@ -75,7 +76,7 @@ def append_step(
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
     LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Pack a step of one head's tokens that leave the ring, and write new tokens to their slots of the ring."""
+    """Pack the tokens of step `index` that leave one head's ring, if PACKS, and write new tokens to it, if KEEPS."""
     STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
     packed = count_packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
     packing = count_packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)

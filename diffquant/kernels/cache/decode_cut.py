@@ -61,7 +61,10 @@ def find_program_keys(
 def initial_sums(
     WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr
 ):
-    """Return the initial accumulators: row maxima, sums of weights, and weighted values, one tensor per field."""
+    """Return initial accumulators: row maxima, sums of weights, and a tuple of weighted values.
+
+    The tuple has one tensor for each of FIELDS channels in a word of stored values; see `kv_layout`.
+    """
     acc = ()
     for _ in tl.static_range(FIELDS):
         acc += (tl.zeros([WARPS, WIDTH // FIELDS, ROWS], tl.float32),)
@@ -75,7 +78,8 @@ def store_partial_sums(
 ):  # fmt: skip
     """Combine the warps' accumulators and store them as the partial results of the program's share of the keys.
 
-    If IN_ROWS, channels are in the order of `value_channels`.
+    `sums` are accumulators as in `initial_sums`. IN_ROWS means that values were read from pages, so that channels are
+    in the order of `value_channels`.
     """
     largest, total, acc = sums
     of_all = tl.max(largest, 0)
@@ -156,7 +160,8 @@ def choose_decode_config(table: Mapping[str, Config], key: str) -> Config:
     """Return a decode kernel's launch configuration: the entry `key` of a table, with the user's tuned values.
 
     Raises:
-        UsageError: with a tuned value, the tokens of a step do not divide the steps in which a store grows.
+        UsageError: with tuned values, the tokens per warp are not a multiple of 16, or the tokens of a step of all
+            warps do not divide CAPACITY_STEP, of which a store's capacity is a multiple.
     """
     tile = choose_config(table, key)
     tokens, warps = tile["tokens"], tile["warps"]

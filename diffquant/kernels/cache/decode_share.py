@@ -105,7 +105,7 @@ def paged_key_split(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `decode_key_split` computes, over 16-bit keys and values in pages.
+    """Compute what `decode_key_split` computes, but read 16-bit keys and values from pages.
 
     Strides of K and V are of pages, tokens and heads, equal for both maps' keys. `capacity` is the number of tokens
     that a row of the page Table covers.

@@ -40,7 +40,17 @@ def attend_span(
 ):  # fmt: skip
     """Continue an online softmax over keys `begin` to exclusive `end`; a row sees those from `first` to `last`.
 
-    Return the updated accumulators. With a page Table, keys and values are 16-bit ones in pages, in rows of channels.
+    Args:
+        sums: accumulators as in `initial_sums`.
+        q1, q2: queries from `load_query_tiles`.
+        noise: whether each row belongs to the noise map, [ROWS].
+        k1, k2, v: pointers to the keys of each map and to values: from `head_pointers` or `ring_pointers`, or with a
+            Table, as in `load_keys`.
+        Table: pointer to page numbers if keys and values are 16-bit rows in pages, else None.
+        TWO_K: whether the maps have separate keys.
+
+    Returns:
+        The updated accumulators.
     """
     STATES: tl.constexpr = q1[0].dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
@@ -198,7 +208,7 @@ def _matrix(
 
 @triton.jit
 def log2_of_scales(x, CODES: tl.constexpr):
-    """Compute log2 of positive float32 numbers, approximately if codes are multiplied in float16."""
+    """Compute log2 of positive float32 numbers; a fast approximation if CODES, the dtype of products, is float16."""
     if tl.float16 == CODES and not INTERPRETED:
         # The approximation is one instruction, while tl.log2 takes a dozen.
         out = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

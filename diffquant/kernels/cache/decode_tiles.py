@@ -19,10 +19,16 @@ def load_query_tiles(
     SHARED_K: tl.constexpr, FIELDS: tl.constexpr, IN_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the queries of a program's rows for each map's keys, one tile per field.
+    """Load the queries of a program's rows, to be multiplied with the keys of the first and of the second map.
 
-    If both maps share keys (SHARED_K), the tiles contain both maps' queries. Rows are ordered by map, then pair or
-    noise head of the group, then query. If keys are IN_ROWS of pages, channels are in the order of `key_channels`.
+    Rows are ordered by map, then pair or noise head of the KV head, then query. Rows of the other map are 0, unless
+    the maps share keys (SHARED_K).
+
+    If keys are stored in 16-bit rows of pages (IN_ROWS), channels are in the order of `key_channels`. Otherwise they
+    are in the order of the stored words, each of which holds FIELDS channels (see `field_channels`).
+
+    Returns:
+        For each map's keys, a tuple of FIELDS tiles, one for each channel of a word.
     """
     signals = group * queries
     q1 = _tiles(
@@ -62,7 +68,7 @@ def load_channel_scales(
     Scales, step, one, BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the channel scales of each warp's tokens, one tile per field, in the layout of the queries."""
+    """Load K's per-channel scales of each warp's tokens, as a tuple of FIELDS tiles in the layout of the queries."""
     warp = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS) // ROWS % WARPS
     block = (step + warp * TOKENS) // BLOCK
     return _fields(Scales + block[:, None] * WIDTH + _channels(one, FIELDS, WIDTH, ROWS, WARPS), None, FIELDS)
@@ -72,7 +78,10 @@ def load_channel_scales(
 def to_query_operand(
     q, scales, FIELD: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr
 ):
-    """Convert one field's queries to a right operand [WARPS, channels, ROWS]; if SCALED, apply channel scales first."""
+    """Convert one tile of queries to a right operand [WARPS, channels, ROWS], of dtype DTYPE.
+
+    If SCALED, the queries are first multiplied by tile FIELD of the channel scales.
+    """
     if SCALED:
         # A float16 product is rounded once, which gives the same result as rounding a float32 product.
         HALF: tl.constexpr = q.dtype == tl.float16
@@ -92,7 +101,7 @@ def token_indices(step, TOKENS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def load_token_scales(Scales, TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Load a step's per-token scales, from `Scales` on, in the layout of `token_indices`."""
+    """Load a step's per-token scales in the layout of `token_indices`; Scales points to that of the first token."""
     return tl.load(Scales + token_indices(0, TOKENS, WARPS))
 
 

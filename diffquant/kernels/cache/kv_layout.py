@@ -38,7 +38,7 @@ def word_index(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSP
 
 @triton.jit
 def field_channels(FIELD: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr):
-    """Return the indices of the channels [WIDTH / FIELDS] that are stored in one field of the words."""
+    """Return the indices of the channels [WIDTH / FIELDS] that are stored in field FIELD of a head's words."""
     index = tl.arange(0, WIDTH // FIELDS)
     return index // 16 * (16 * FIELDS) + FIELD * 16 + index % 16
 
@@ -50,12 +50,12 @@ def load_words(
 ):  # fmt: skip
     """Load the words of TOKENS tokens per warp, for `unpack_words`.
 
-    `fragment` is the index of each row's first token divided by 16.
+    A row of a tile has 256 words, those of 16 tokens and a chunk of 16 · FIELDS channels. Rows are ordered by 16
+    tokens, then chunk, then warp. `fragment` is the index of each row's first token divided by 16.
 
     Returns:
-        A tuple of tiles whose rows are 256 words of 16 tokens and a chunk of 16 · FIELDS channels, ordered by 16
-        tokens, chunk and warp: words of codes and, with 6 BITS, their high bits; or with 16 BITS one tile for each
-        of FIELDS groups of 16 channels.
+        A tuple of tiles. At 4 or 8 BITS it has the words of codes, at 6 BITS these and their high bits. At 16 BITS it
+        has one tile for each of FIELDS groups of 16 channels.
     """
     CHUNKS: tl.constexpr = WIDTH // (16 * FIELDS)
     chunk = tl.arange(0, TOKENS // 16 * CHUNKS * WARPS) // WARPS % CHUNKS
@@ -112,9 +112,9 @@ def head_pointers(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK:
 
 @triton.jit
 def ring_pointers(recent):
-    """Return the pointer to recent unquantized keys or values three times.
+    """Return a pointer to a ring of unquantized keys or values three times.
 
-    The copies take the place of the codes, high bits and scales from `head_pointers`.
+    The result can be used like that of `head_pointers`, although a ring has neither high bits nor scales.
     """
     return recent, recent, recent
 
@@ -124,7 +124,7 @@ PAGE = tl.constexpr(repack.FRAGMENT)
 
 @triton.jit
 def load_page_numbers(Table, begin, oldest, end, COUNT: tl.constexpr):
-    """Return a tuple of the numbers of COUNT pages: those of the 16 · COUNT tokens from `begin` on.
+    """Return a tuple of COUNT page numbers: those of the 16 · COUNT tokens from `begin` on.
 
     Queries see tokens from `oldest` to exclusive `end`. Table entries of other pages may be undefined, so they are not
     read; the nearest defined entry is returned in their place.
@@ -150,8 +150,9 @@ def select_page(pages, number):
 def load_keys(k, pages, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
     """Load a step's unquantized keys from pages, as a tile for `key_matrix`.
 
-    Its rows of 256 are ordered by 16 tokens, 32 channels, half of the tokens, and warp. `k` is a tuple of a pointer to
-    a head's first channel and the strides of pages and tokens.
+    A row of the tile has 256 elements, those of 8 tokens and 32 channels. Rows are ordered by 16 tokens, then 32
+    channels, then half of the 16 tokens, then warp. `k` is a tuple of a pointer to a head's first channel and the
+    strides of pages and tokens.
     """
     HALVES: tl.constexpr = WIDTH // 32 * 2
     index = tl.arange(0, TOKENS // PAGE * HALVES * WARPS)
@@ -180,8 +181,11 @@ def key_channels(half, column):
 def load_values(v, pages, begin, oldest, end, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
     """Load a step's unquantized values from pages, beginning at token `begin`, as a tile for `value_matrix`.
 
-    Its rows of 256 are ordered by 16 tokens, 64 channels, quarter of the tokens, and warp. Tokens outside [oldest, end)
-    are replaced by the nearest token inside. Their weight is 0, but memory there is undefined and may contain NaN.
+    A row of the tile has 256 elements, those of 4 tokens and 64 channels. Rows are ordered by 16 tokens, then 64
+    channels, then quarter of the 16 tokens, then warp. `v` is a tuple like `k` of `load_keys`.
+
+    Tokens outside [oldest, end) are replaced by the nearest token inside. Their weight is 0, but memory there is
+    undefined and may contain NaN.
     """
     QUARTERS: tl.constexpr = WIDTH // 64 * 4
     index = tl.arange(0, TOKENS // PAGE * QUARTERS * WARPS)

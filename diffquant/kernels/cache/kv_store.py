@@ -22,7 +22,7 @@ CAPACITY_STEP = 128
 # Widths of keys and values supported by `decode`, and of rotated key channels and latents supported by `decode_latent`.
 WIDTHS = ((64, 64), (64, 128), (128, 128), (128, 256))
 LATENT_WIDTHS = ((64, 512),)
-_STAMPS = count()
+_VERSIONS = count()
 _UNSERVED = {
     "static": "calibrated scales, which the kernels do not support",
     "group": "scales per group of channels; the kernels support one per token (row) or, for k, c64",
@@ -38,7 +38,7 @@ class KVStore:
             so add the tokens they appended here before reading, growing or forgetting.
         progress: counters on the device, int32 [4]: stored tokens; packed keys and packed values when tokens were last
             forgotten; finished programs of an append.
-        stamp: globally unique number that changes whenever the memory moves, to detect stale CUDA graphs.
+        storage_version: globally unique number that changes whenever the memory moves, to detect stale CUDA graphs.
     """
 
     def __init__(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> None:
@@ -54,12 +54,12 @@ class KVStore:
         self.keys = StoredKeysOrValues.empty(recipe.k, recipe.residual, False, k, capacity)
         self.values = StoredKeysOrValues.empty(recipe.v, recipe.residual, True, v, capacity)
         self.length = 0
-        self.stamp = next(_STAMPS)
+        self.storage_version = next(_VERSIONS)
         self.progress = torch.zeros(4, dtype=torch.int32, device=k.device)
         self._floors = (0, 0)
 
     def has_same_layout(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> bool:
-        """Return whether a new store with these arguments would have the same shapes, dtypes and device."""
+        """Return whether a new store with these arguments would have the same shapes, dtypes and device as this one."""
         sides = ((self.keys, recipe.k, k), (self.values, recipe.v, v))
         return self.capacity == _round_up(capacity) and all(
             (side.scheme, side.width, side.dtype, side.codes.device, side.codes.shape[:2])
@@ -94,7 +94,7 @@ class KVStore:
     def grow(self, capacity: int) -> None:
         """Move the tokens to new memory for at least `capacity` tokens."""
         capacity = _round_up(capacity)
-        self.stamp = next(_STAMPS)
+        self.storage_version = next(_VERSIONS)
         for side, _ in self._sides():
             for name, tokens in (("codes", FRAGMENT), ("top", FRAGMENT), ("scales", side.tokens_per_scale)):
                 old = getattr(side, name)
@@ -124,7 +124,7 @@ class KVStore:
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace each stored tensor, whose first axis is the batch, by the result of a function."""
-        self.stamp = next(_STAMPS)
+        self.storage_version = next(_VERSIONS)
         for side, _ in self._sides():
             for field in fields(side):
                 value = getattr(side, field.name)

@@ -89,8 +89,8 @@ def attend_latent_span(
 ):  # fmt: skip
     """Continue an online softmax over keys `begin` to exclusive `end`; a row sees those from `first` to `last`.
 
-    `q` [R, c] are queries for latents, `q_rotated` [R, r] for rotated key channels. The accumulators `sums`, which are
-    updated and returned, are row maxima, sums of weights, and weighted sums of latents.
+    `q` are R queries [R, LATENT] for latents, `q_rotated` [R, ROTATED] the same queries for rotated key channels. The
+    accumulators `sums` are row maxima, sums of weights, and weighted sums of latents; they are returned updated.
     """
     STATES: tl.constexpr = q.dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16

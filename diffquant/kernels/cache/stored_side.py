@@ -106,7 +106,7 @@ class StoredKeysOrValues:
         return self.recent.shape[2] * FRAGMENT
 
     def count_packed(self, length: int, floor: int) -> int:
-        """Return how many of `length` tokens are packed; `floor` is the number after the last `KVStore.crop`."""
+        """Return how many of `length` tokens are packed; at least `floor`, the number after the last `KVStore.crop`."""
         if not self.scheme.quantizes:
             return length
         return max(floor, (length - self.residual) // self.tokens_per_scale * self.tokens_per_scale)

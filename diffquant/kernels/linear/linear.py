@@ -49,7 +49,10 @@ def packed_linear(
     group: int,
     rows: int,
 ) -> Tensor:
-    """Compute `linear` from the parts of a `PackedWeight`, as a torch operator."""
+    """Compute x · Wᵀ + bias as a torch operator: `linear` with the attributes of a `PackedWeight` as arguments.
+
+    `rows` is N, the number of rows of W.
+    """
     weight = PackedWeight(low, high, scales, row_scale, bits, group, (rows, x.shape[-1]))
     return _apply(x, weight, bias)
 

@@ -63,7 +63,10 @@ class PackedWeight:
 
     @property
     def layout(self) -> dict[str, int | bool]:
-        """Compile-time arguments of kernels that unpack the weight. SPAN codes of a word share a group's scale."""
+        """Compile-time arguments, by name, of kernels that unpack the weight.
+
+        SPAN is the number of codes of a word that share a group's scale.
+        """
         fields = codes_per_word(self.bits)
         span = gcd(self.group // FRAGMENT, fields)
         return {"BITS": self.bits, "FLOATS": self.has_float_codes, "FIELDS": fields, "GROUP": self.group, "SPAN": span}
@@ -85,7 +88,7 @@ def container_bits(bits: int) -> int:
 def codes_per_word(bits: int) -> int:
     """Return the number of codes in a 16-bit word: 2 of 8 bits, or 4 of 4 bits or of the low 4 of 6 bits.
 
-    Each code of a word is from a different one of that number of adjacent fragments.
+    The codes of a word belong to as many adjacent fragments, one to each.
     """
     return 2 if bits == 8 else 4
 

@@ -100,7 +100,10 @@ def repeat_half_word(half_word):
 
 @triton.jit
 def load_high(high, mask, one, COUNT: tl.constexpr):
-    """Load the bytes with the high 2 bits of 6-bit codes, [COUNT, 256]; `high` [COUNT, 1] points to each row's first.
+    """Load the bytes with the high 2 bits of 6-bit codes, [COUNT, 256].
+
+    `high` [COUNT, 1] are pointers to the first byte of each row, and `mask` selects rows. `one` is 1, passed at run
+    time to prevent the compiler from merging loads.
 
     Bytes are loaded in pairs. If they were loaded individually, Triton would choose the register layout of 8-bit
     matrices, which orders columns differently.
@@ -179,7 +182,9 @@ def load_chunk(
     dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Load and unpack one chunk of the row blocks with indices `block`, with group scales but not `row_scale`.
+    """Load and unpack one chunk of the row blocks with indices `block`; apply group scales, but not `row_scale`.
+
+    Blocks, chunks and arguments are those of `PackedWeight`.
 
     Returns:
         A tuple with a tensor [row blocks, 256] per field.

@@ -20,7 +20,7 @@ class Adapter:
 
     Attributes:
         architecture: architecture of the model, with the class that runs it.
-        renames: parts of tensor names that differ, from the model's name to the checkpoint's.
+        renames: parts of tensor names that differ: the checkpoint's part by the model's part.
         kv_repeats: number of times that each of the checkpoint's KV heads is repeated in the model.
         may_lack_norm_weight: whether older checkpoints of the format lack the per-pair norm's weight.
     """
@@ -58,7 +58,7 @@ class Adapter:
         return {name: parameter.shape for name, parameter in self.source_parameters.items()}
 
     def row_order(self, canonical: str) -> Tensor | None:
-        """Return the index of the checkpoint's row for each row of a parameter, or None if the order is equal."""
+        """Return, for each row of a parameter, its row index in the checkpoint, or None if the order is the same."""
         parameter, spec = self.architecture.parameters[canonical], self.architecture.diff_spec
         repeats = self._count_repeats(parameter)
         if repeats == 1:
@@ -68,7 +68,7 @@ class Adapter:
         return heads.repeat_interleave(repeats, 0).flatten()
 
     def layout_row_order(self, layout: HeadLayout, canonical: str) -> Tensor | None:
-        """Return the index of the checkpoint's row for each row of a parameter whose heads are ordered as in `layout`.
+        """Return, for each row of a parameter with heads ordered as in `layout`, its row index in the checkpoint.
 
         None means that the order is the same.
         """

@@ -203,7 +203,7 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     """Check that the number of heads divides the hidden width, which LlamaConfig requires even if `head_dim` is given.
 
     Raises:
-        CheckpointError: it does not divide it.
+        CheckpointError: the hidden width is not a multiple of the number of heads.
     """
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if width % heads:
@@ -216,7 +216,7 @@ def read_eps(config: Mapping[str, Any], key: str) -> float:
     """Read the epsilon of a norm, 1e-5 by default.
 
     Raises:
-        CheckpointError: it is not a number of at least 0.
+        CheckpointError: the value is not a float of at least 0.
     """
     eps = config.get(key, 1e-5)
     if not isinstance(eps, float) or not 0 <= eps < math.inf:
@@ -224,17 +224,17 @@ def read_eps(config: Mapping[str, Any], key: str) -> float:
     return eps
 
 
-def v1_spec(sizes: Mapping[str, Any], **own: Any) -> DiffSpec:
+def v1_spec(sizes: Mapping[str, Any], **overrides: Any) -> DiffSpec:
     """Return the specification of DIFF V1: two heads per pair, values twice as wide as keys.
 
     Args:
         sizes: sizes as `read_sizes` returns them.
-        overrides: fields of the specification that differ from these, such as the number of pairs.
+        overrides: further fields of the specification. `pairs` and `kv_pairs` replace the numbers from `sizes`.
 
     Raises:
-        CheckpointError: the number of heads is odd, or fields of `overrides` contradict the sizes.
+        CheckpointError: a number of heads is odd, or `overrides` contradict the sizes.
     """
     counts = {"pairs": "num_attention_heads", "kv_pairs": "num_key_value_heads"}
-    own |= {field: count_pairs(sizes[key], key) for field, key in counts.items() if field not in own}
+    overrides |= {field: count_pairs(sizes[key], key) for field, key in counts.items() if field not in overrides}
     width = sizes["head_dim"]
-    return DiffSpec(head_dim=width, value_dim=2 * width, lam="exp", scale_by_init=True, **own)
+    return DiffSpec(head_dim=width, value_dim=2 * width, lam="exp", scale_by_init=True, **overrides)

@@ -50,7 +50,10 @@ def yarn_frequencies(width: int, theta: float, settings: Mapping[str, Any]) -> l
 
 
 def yarn_factor(factor: float, mscale: float) -> float:
-    """Compute YaRN's factor of queries and of keys for an extended context: 0.1·mscale·ln(factor) + 1."""
+    """Compute the factor 0.1·mscale·ln(factor) + 1 by which YaRN multiplies queries, and also keys.
+
+    Here `factor` is the ratio of the extended context length to the original one.
+    """
     return 0.1 * mscale * math.log(factor) + 1
 
 
@@ -136,7 +139,10 @@ class Motif3Architecture(Architecture):
 
     @property
     def window(self) -> int | None:
-        """Number of newest tokens that a windowed layer sees: one more than config.json's `sliding_window`."""
+        """Number of newest tokens that a windowed layer sees, or None if there is no window.
+
+        It is one more than config.json's `sliding_window`.
+        """
         return None if self.sliding_window is None else self.sliding_window + 1
 
     def _window(self, layer: int) -> int | None:

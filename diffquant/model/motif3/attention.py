@@ -27,6 +27,8 @@ class LatentAttention(PairAttention):
     It is computed in one of two equivalent forms. "Expanded" computes keys and values of each KV head from the latents.
     "Absorbed" maps queries to the latent space, where the latents are the keys and the values of all heads. The
     absorbed form is cheaper for few queries over many tokens.
+
+    Shapes: as in `PairAttention`, with c = `block.latent` and r = `block.rope` channels.
     """
 
     wq_a: nn.Linear
@@ -46,7 +48,13 @@ class LatentAttention(PairAttention):
         self.kv_norm = LlamaRMSNorm(block.latent, block.eps)
 
     def forward(self, x: Tensor, rotary: Rotary, reading: Reading) -> Tensor:
-        """Compute the output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, rope]."""
+        """Compute the output [B, T, D] for an input x [B, T, D].
+
+        Args:
+            x: hidden states.
+            rotary: cos and sin, [B or 1, T, r] each.
+            reading: masks and cache of the call.
+        """
         query_latent, latent, turned = self.compute_latents(x, rotary)
         q = self.compute_queries(query_latent, rotary)
         mask = reading.mask(self.block.window)
@@ -81,7 +89,7 @@ class LatentAttention(PairAttention):
         return "auto" if self.backend == LATENT else self.backend
 
     def compute_latents(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query latents [B, T, q], key-value latents [B, 1, T, c] and rotated key channels [B, 1, T, r]."""
+        """Compute query latents [B, T, width], key-value latents [B, 1, T, c] and rotated key channels [B, 1, T, r]."""
         latent, turned = self.wkv_a(x).split([self.block.latent, self.block.rope], -1)
         latent, turned = (
             self.kv_norm(latent).unsqueeze(1),
@@ -101,13 +109,21 @@ class LatentAttention(PairAttention):
         )
 
     def expand_latents(self, rotated_keys: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute keys [B, h_kv, S, d] and values [B, h_kv, S, dv] from rotated key channels and latents."""
+        """Compute keys [B, h_kv, S, d] and values [B, h_kv, S, dv].
+
+        Args:
+            rotated_keys: rotated key channels [B, 1, S, r].
+            latent: key-value latents [B, 1, S, c].
+        """
         heads = self.wkv_b(latent.squeeze(1)).unflatten(-1, (self.spec.kv_pairs, -1)).transpose(1, 2)
         plain, values = heads.split([self.block.unrotated_width, self.spec.value_dim], -1)
         return torch.cat([plain, rotated_keys.expand(-1, self.spec.kv_pairs, -1, -1)], -1), values
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values, [B, heads, T, width] each; queries include the layer's `scale_factor`."""
+        """Compute queries, keys and values, [B, heads, T, width] each.
+
+        Queries are multiplied by the block's `scale_factor`.
+        """
         query_latent, latent, turned = self.compute_latents(x, rotary)
         return self.compute_queries(query_latent, rotary) * self.block.scale_factor, *self.expand_latents(
             turned, latent

@@ -58,7 +58,7 @@ class LatentAttentionBlock(Block):
 
     @property
     def unrotated_width(self) -> int:
-        """Number of unrotated channels per head, which keys compute from the latent."""
+        """Number of unrotated channels per head. Those of keys are computed from the latent."""
         return self.spec.head_dim - self.rope
 
     def parameter_specs(self) -> Parameters:
@@ -163,7 +163,10 @@ class ExpertsBlock(Block):
 
 @dataclass(frozen=True)
 class StreamGatesBlock(Block):
-    """Gates between the residual streams and a sublayer (attention or MLP): of its input, the mixing and its output.
+    """Gates that connect a sublayer (attention or MLP) to the residual streams.
+
+    They weigh the streams for the sublayer's input ("pre"), mix the streams ("res"), and weigh the sublayer's output
+    for each stream ("post").
 
     Attributes:
         width: hidden width D of a stream.
@@ -182,7 +185,7 @@ class StreamGatesBlock(Block):
 
     @property
     def gate_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the gates, by name."""
+        """Shape of each gate per token, by name: "pre" and "post" [E], "res" [E, E]."""
         return {"pre": (self.streams,), "post": (self.streams,), "res": (self.streams, self.streams)}
 
     def parameter_specs(self) -> Parameters:

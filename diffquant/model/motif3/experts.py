@@ -43,7 +43,10 @@ class PolyNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(*shape[:-1], 1))
 
     def forward(self, sigmoid: bool) -> tuple[Tensor, Tensor]:
-        """Return weights [..., 3] of the cubic, square and linear terms, and bias [..., 1], in at least float32."""
+        """Return weights [..., 3] of the cubic, square and linear terms, and bias [..., 1], in at least float32.
+
+        If `sigmoid`, the weights are the sigmoids of the stored ones.
+        """
         weight = self.weight.to(computing_dtype(self.weight))
         return weight.sigmoid() if sigmoid else weight, self.bias.to(weight.dtype)
 

@@ -30,7 +30,10 @@ SMALLEST_SUM = 1e-8
 
 
 class StreamGates(nn.Module):
-    """The gates of a sublayer, computed from all residual streams X [B, T, E, D] of a token, in at least float32."""
+    """The gates that connect a sublayer to the E residual streams [B, T, E, D], computed in at least float32.
+
+    Each token's gates depend on all its streams.
+    """
 
     def __init__(self, block: StreamGatesBlock) -> None:
         super().__init__()
@@ -43,7 +46,13 @@ class StreamGates(nn.Module):
             self.register_parameter(f"bias_{name}", nn.Parameter(torch.zeros(shape)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the sublayer's input [B, T, D], the mixed streams [B, T, E, D] and its output's factors [B, T, E]."""
+        """Compute how a sublayer reads from the residual streams x [B, T, E, D] and writes to them.
+
+        Returns:
+            input of the sublayer, a weighted sum of the streams [B, T, D].
+            mixed streams [B, T, E, D], to which the sublayer's output is added.
+            factors [B, T, E] of the sublayer's output, one for each stream.
+        """
         wide = x.to(computing_dtype(x))
         flat = wide.flatten(-2)
         n = rms_norm(flat, flat.shape[-1:], self.rms_norm.weight.to(flat.dtype), EPS)
@@ -72,7 +81,16 @@ def sinkhorn_normalize(mix: Tensor, iterations: int) -> Tensor:
 
 
 def add_to_streams(mixed: Tensor, y: Tensor, writes: Tensor) -> Tensor:
-    """Add a sublayer's output y [B, T, D], times `writes`, to the mixed streams; return them in y's dtype."""
+    """Add a sublayer's output to the mixed residual streams.
+
+    Args:
+        mixed: mixed streams [B, T, E, D].
+        y: output of the sublayer [B, T, D].
+        writes: factor of y for each stream, [B, T, E].
+
+    Returns:
+        The streams [B, T, E, D] in y's dtype.
+    """
     return (mixed + writes[..., None] * y.to(mixed.dtype)[..., None, :]).to(y.dtype)
 
 

@@ -18,8 +18,8 @@ from diffquant.model.blocks import (
     RMSNormBlock,
     Shape,
     cached_shapes,
+    lam_and_norm_parameters,
     linear_parameters,
-    pair_parameters,
 )
 from diffquant.recipe.targets import LAYER_TARGETS
 
@@ -56,11 +56,11 @@ class FusedAttentionBlock(Block):
 
     @property
     def row_counts(self) -> list[int]:
-        """Number of rows of each projection in the fused weight."""
+        """Number of rows of each projection in the fused weight: Q, K and V, or only Q for cross attention."""
         return [self.spec.layout.row_count(name) for name in PROJECTIONS[: 1 if self.is_cross else None]]
 
     def parameter_specs(self) -> Parameters:
-        pair = pair_parameters(self.spec, is_float32=True)
+        pair = lam_and_norm_parameters(self.spec, is_float32=True)
         return {
             **linear_parameters("Wqkv", sum(self.row_counts), self.width, biased=True),
             **linear_parameters("out_proj", self.width, self.spec.pairs * self.spec.value_dim, biased=True),
@@ -110,7 +110,7 @@ class MambaBlock(Block):
 
     @property
     def cached_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of the convolution's newest inputs and of the state."""
+        """Shapes of the convolution's newest inputs and of the state, without the batch axis."""
         return (self.kernel_size - 1, self.inner), (self.inner, self.states)
 
 

@@ -54,7 +54,7 @@ def selective_scan(
 
 
 def causal_convolution(u: Tensor, weight: Tensor, bias: Tensor | None, earlier: Tensor) -> Tensor:
-    """Convolve each channel over each token and the W - 1 tokens before it.
+    """Convolve each channel over each token and the W - 1 tokens before it; W is the convolution's width.
 
     Args:
         u: [B, T, E].
@@ -72,10 +72,10 @@ def causal_convolution(u: Tensor, weight: Tensor, bias: Tensor | None, earlier: 
 
 
 def newest_conv_inputs(u: Tensor, counts: Tensor | None, earlier: Tensor) -> Tensor:
-    """Return the newest W - 1 inputs, which the convolution of later tokens needs.
+    """Return the newest W - 1 inputs, which a convolution of width W needs for later tokens.
 
     Args:
-        u: [B, T, E].
+        u: inputs [B, T, E].
         counts: number of valid tokens at the start of each sequence, [B], or None if all are valid.
         earlier: inputs before the first token, [B, W - 1, E].
 
@@ -236,7 +236,8 @@ class SambaYMLP(nn.Module):
 class SambaYLayer(DecoderLayer):
     """A token mixer and a gated MLP, each applied to the normed residual stream and added to it.
 
-    The residual stream stays in float32 if the parameters are in float16 or bfloat16, as in the reference after Mamba.
+    The residual stream is in float32 even if the parameters are in float16 or bfloat16. The reference implementation
+    has it in float32 from the first Mamba layer on.
     """
 
     attn: nn.Module

@@ -27,7 +27,9 @@ def to_storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
     """Round scales to `dtype`, replace zeros by 1, and limit them so that scale · `top` does not overflow.
 
     Args:
+        scale: scales of at least 0.
         top: largest level that scales are multiplied by.
+        dtype: dtype of the result.
     """
     numbers = torch.finfo(dtype)
     rounded = scale.to(dtype)

@@ -117,7 +117,10 @@ class Granularity:
 
     @property
     def shared_leading_axes(self) -> tuple[int, ...]:
-        """Axes, besides the last, along which logits [B, heads, queries, keys], or operands alike, share a scale."""
+        """Axes, besides the last, along which values share a scale.
+
+        They are axes of logits [B, heads, queries, keys], or of queries, keys or values [B, heads, tokens, channels].
+        """
         return _LEADING.get(self.name, ())
 
     @property
@@ -132,12 +135,12 @@ class Granularity:
 
     @property
     def is_token_local(self) -> bool:
-        """Whether no scale is computed from several tokens; calibrated scales are not computed at run time at all."""
+        """Whether no scale is computed at run time from several tokens. This includes calibrated scales."""
         return self.name in ("", "row", "group", "static")
 
     @property
     def has_token_groups(self) -> bool:
-        """Whether scales belong to groups of tokens counted from position 0, which left padding would change."""
+        """Whether scales are shared by groups of tokens counted from position 0, so that left padding changes them."""
         return self.name in ("column", "block", "warp", "thread")
 
     @property
@@ -147,12 +150,12 @@ class Granularity:
 
     @property
     def block_size(self) -> int:
-        """Side length of a block; 0 for other granularities."""
+        """Side length of a block for the granularity "block"; 0 for all others."""
         return self.size or 0 if self.name == "block" else 0
 
     @property
     def tokens_per_scale(self) -> int:
-        """Number of consecutive cached tokens that share one scale per channel; 1 for other granularities."""
+        """Number of cached tokens that share per-channel scales; 1 unless the granularity is "column" with a size."""
         return self.size or 1 if self.name == "column" else 1
 
     def view(self, x: "Tensor") -> "tuple[Tensor, Axes]":
@@ -199,7 +202,7 @@ class Granularity:
         return (1,) if self.spans_rows else (*shape[:-1], shape[-1] // self.size if self.size else 1)
 
     def reshape_scale(self, scale: "Tensor") -> "Tensor":
-        """Reshape a weight's stored scales so that they broadcast to the weight as `view` returns it."""
+        """Reshape a weight's stored scales so that they broadcast to the view of the weight that `view` returns."""
         if self.block_size:
             return scale[:, None, :, None]
         return scale.unsqueeze(-1) if self.size else scale

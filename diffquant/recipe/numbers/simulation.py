@@ -35,7 +35,7 @@ def make_rotation_matrix(width: int) -> Tensor:
 
 
 def rotate_by(x: Tensor, matrix: Tensor) -> Tensor:
-    """Return x · matrix for heads x [..., d] and a matrix [d, d], computed in the matrix's dtype, in the dtype of x."""
+    """Multiply heads x [..., d] by a matrix [d, d]; compute in the matrix's dtype and return the dtype of x."""
     return (x.to(matrix.dtype) @ matrix.to(x.device)).to(x.dtype)
 
 
@@ -55,7 +55,10 @@ class OneSided(NumberFormat):
         return self.step_count + 0.5
 
     def scale_for_largest(self, largest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the scale that maps the largest magnitude, limited to `SHIFT_RANGE`, to the lowest level; 1 for 0."""
+        """Return the scale that maps the largest magnitude, limited to `SHIFT_RANGE`, to the lowest level.
+
+        Where the largest magnitude is 0 the scale is 1.
+        """
         scale = largest.clamp(max=SHIFT_RANGE) / self.step_count
         return torch.where(scale == 0, 1.0, scale).to(dtype or scale.dtype)
 
@@ -64,12 +67,18 @@ class OneSided(NumberFormat):
 
 
 def logit_format(number_format: NumberFormat, shift: bool) -> NumberFormat:
-    """Return the format of logits; with `shift`, which subtracts the row's maximum, it has no positive levels."""
+    """Return the format in which logits are rounded.
+
+    With `shift`, the row's maximum has been subtracted, so the format has no positive levels.
+    """
     return OneSided(number_format) if shift else number_format
 
 
 def softmax_weight_scale(number_format: NumberFormat, pow2: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the scale [1] of unnormalized softmax weights, whose maximum is 1; with `pow2`, a power of two."""
+    """Return the scale [1] of unnormalized softmax weights, whose maximum is 1.
+
+    With `pow2`, it is a power of two.
+    """
     if pow2:
         return torch.full((1,), 2.0 ** -math.floor(math.log2(number_format.largest)), dtype=dtype)
     return number_format.scale_for_largest(torch.ones(1, dtype=dtype))

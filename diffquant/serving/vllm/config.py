@@ -18,7 +18,7 @@ from diffquant.quantization.modeling_diffquant import DiffConfig, PlainHeads
 
 
 class ServedConfig(DiffConfig):
-    """A configuration that names the plugin's model, whatever architecture the folder names."""
+    """A configuration whose `architectures` names the plugin's model, whatever config.json names."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -31,7 +31,7 @@ class ServedConfig(DiffConfig):
         """Make the configuration from the content of config.json.
 
         Raises:
-            CheckpointError: the adapter of the model type raises it.
+            CheckpointError: sizes or settings in config.json are missing, invalid or not supported.
             UnknownModelTypeError: the plugin has no layers for the model.
         """
         if "diff_model" not in config_dict:
@@ -60,17 +60,17 @@ def _served_config(config: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
 
 
 def plain_spec(spec: DiffSpec) -> dict[str, Any]:
-    """Return a specification as `PlainHeads` reads it."""
+    """Return an attention specification as plain data, in the form that `PlainHeads` takes."""
     return spec.to_dict() | {"kv_repeats": 1, "output": ""}
 
 
 def architecture_of(config: ServedConfig) -> Any:
-    """Return the architecture of a model that the modelling file does not run."""
+    """Return the `Architecture` of a model with its own decoder class, such as SambaY or Motif-3."""
     return adapter_for(config.diff_source).architecture
 
 
 def warn_of_ignored_schemes(vllm_config: Any) -> None:
-    """Warn, once, of what vLLM does not apply of the recipe of the folder that it serves."""
+    """Log one warning that lists which schemes of the served folder's recipe vLLM does not apply, if any."""
     from vllm.logger import init_logger
 
     if asked := describe_ignored_schemes(vllm_config.model_config.hf_config.to_dict()):
@@ -90,16 +90,20 @@ globals().update({config.__name__: config for config in _CONFIGS.values()})
 
 
 def register_configs() -> None:
-    """Register these classes with transformers, which reads configurations for vLLM."""
+    """Register a `ServedConfig` for each supported model_type with transformers, by which vLLM reads config.json."""
     for kind, config in _CONFIGS.items():
         AutoConfig.register(kind, config, exist_ok=True)
 
 
 def heads_of_rank(spec: dict[str, Any], ranks: int) -> PlainHeads:
-    """Return the heads that each tensor-parallel rank computes, in the order of `row_orders`.
+    """Return the layout of the heads that each tensor-parallel rank computes.
+
+    Args:
+        spec: attention specification as plain data, as in config.json's `diff_model`.
+        ranks: number of tensor-parallel ranks. With more than one, projections have the row order of `row_orders`.
 
     Raises:
-        UsageError: the ranks would separate a pair from its noise map or its keys.
+        UsageError: a signal head would be on another rank than its noise head, keys or values.
     """
     heads = PlainHeads(spec | {"rope": "none"})
     if ranks == 1:
@@ -118,10 +122,13 @@ def heads_of_rank(spec: dict[str, Any], ranks: int) -> PlainHeads:
 
 
 def row_orders(spec: dict[str, Any], ranks: int) -> dict[str, Tensor]:
-    """Return the index of the checkpoint's row for each served row, for each projection whose rows move.
+    """Return how the rows of Q, K and V projections are reordered for several tensor-parallel ranks.
 
-    A rank takes consecutive rows, so a checkpoint with all signal heads before all noise heads is reordered into pairs.
-    With a single rank nothing moves, so LoRA adapters work.
+    A rank takes consecutive rows. If a checkpoint has all signal heads before all noise heads, rows are therefore
+    reordered so that each noise head follows its signal heads. With a single rank no rows are reordered.
+
+    Returns:
+        For each projection with a changed order, by name: the index of the checkpoint's row for each served row.
     """
     if ranks == 1 or not PlainHeads(spec).are_in_halves:
         return {}

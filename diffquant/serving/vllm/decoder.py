@@ -27,12 +27,13 @@ _READ = ".dt_proj"
 
 
 class ServedDecoder(nn.Module, ABC):
-    """A causal language model around a decoder of diffquant's, on one rank and without compilation.
+    """A causal language model that runs one of diffquant's decoders in vLLM, on one rank and without compilation.
 
-    Subclasses replace the parts of its layers that have a cache, which get a method `attach_cache`.
+    Subclasses replace the modules that have a cache. The replacements have a method `attach_cache`, which registers
+    them with vLLM.
 
     Raises:
-        UsageError: vLLM was asked for several ranks, or to compile.
+        UsageError: vLLM is configured with several ranks or with compilation.
     """
 
     decoder_class: ClassVar[type[Decoder]]
@@ -60,11 +61,16 @@ class ServedDecoder(nn.Module, ABC):
 
     @abstractmethod
     def replace_cached_parts(self, architecture: Any) -> dict[str, Any]:
-        """Replace the parts of the decoder's layers that have a cache; return those, by their name in the model."""
+        """Replace the decoder's modules that have a cache; return the replacements by their names in the model."""
 
     @abstractmethod
     def layer_arguments(self, positions: Tensor, x: Tensor) -> Sequence[tuple[Any, ...]]:
-        """Return each layer's arguments after its state, for embeddings x [1, T, D] at positions [1, T]."""
+        """Return the arguments that each layer's forward takes after the state.
+
+        Args:
+            positions: positions [1, T] of the tokens of all requests.
+            x: embeddings [1, T, D] of these tokens.
+        """
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self.model.embed_tokens(input_ids)

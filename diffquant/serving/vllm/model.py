@@ -23,7 +23,10 @@ _ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh"}
 
 
 class PolyNormAndMul(nn.Module):
-    """PolyNorm of the gate half times the other half; the means are over the gate's channels on all ranks."""
+    """Activation of a gated MLP: PolyNorm of the first half of the channels (gate) times the second half (up).
+
+    PolyNorm's means are over the gate's channels of all tensor-parallel ranks.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ class PolyNormAndMul(nn.Module):
 
 
 class DiffMLP(nn.Module):
-    """A gated MLP: down(act(gate(x)) · up(x))."""
+    """A gated MLP of vLLM's parallel Linears: down(act(gate(x)) · up(x))."""
 
     def __init__(self, config: DiffConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class DiffMLP(nn.Module):
 
 
 class DiffDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer with the family's attention and activations."""
+    """vLLM's Llama layer with `ServedAttention` and `DiffMLP`."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: DiffConfig | None = None) -> None:
         # Llama's __init__ would build its own attention and MLP.
@@ -73,10 +76,12 @@ class DiffDecoderLayer(LlamaDecoderLayer):
 
 
 class DiffForCausalLM(LlamaForCausalLM):
-    """A causal language model of the family.
+    """A causal language model with vLLM's Llama decoder and differential (or plain) attention.
 
     Raises:
-        UsageError: the ranks would split head pairs, or LoRA adapters are used whose rows would have to move.
+        UsageError: the number of tensor-parallel ranks would split head pairs, or there are several ranks, LoRA is
+            enabled, and the checkpoint has all signal heads before all noise heads. Rows of projections would then be
+            reordered, but not those of LoRA adapters.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

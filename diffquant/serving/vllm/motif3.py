@@ -23,10 +23,16 @@ from diffquant.serving.vllm.decoder import ServedDecoder
 
 
 class ServedLatentAttention(LatentAttention):
-    """Grouped differential attention whose maps are heads of vLLM's attention, in the order of the checkpoint."""
+    """Grouped differential attention that passes signal and noise heads to vLLM as heads of plain attention.
+
+    Heads are in the order of the checkpoint.
+    """
 
     def attach_cache(self, name: str) -> None:
-        """Get a cache of vLLM's under a name: of latents, or of keys and values if the layer has a window."""
+        """Create vLLM's attention layer. It registers with vLLM as `name`.attn, so that vLLM allocates its cache.
+
+        The cache holds latents, or keys and values if the layer has a window.
+        """
         spec, block, vllm_config = self.spec, self.block, get_current_vllm_config()
         shared: dict[str, Any] = {
             "cache_config": vllm_config.cache_config,
@@ -57,7 +63,10 @@ class ServedLatentAttention(LatentAttention):
             self.attn.latent = block.latent + block.rope
 
     def forward(self, x: Tensor, rotary: Rotary, reading: Reading) -> Tensor:  # noqa: ARG002
-        """Compute the output [1, T, D] for the tokens x [1, T, D] of all requests; `rotary` is of their positions."""
+        """Compute the output [1, T, D] for the tokens x [1, T, D] of all requests.
+
+        `rotary` is cos and sin of their positions. `reading` is ignored, since vLLM has the masks and the cache.
+        """
         spec, plain = self.spec, self.block.unrotated_width
         query_latent, latent, turned = self.compute_latents(x, rotary)
         q = self.wq_b(query_latent).unflatten(-1, (spec.query_heads, -1)).transpose(1, 2)
@@ -120,10 +129,11 @@ class _HeadsOfQueries(nn.Module):
 
 
 class Motif3ForCausalLM(ServedDecoder):
-    """Motif-3 on one rank.
+    """Motif-3 in vLLM, on one rank.
 
     Raises:
-        UsageError: on a CPU, vLLM would read prompts in parts, for which it has no kernel where latents are cached.
+        UsageError: on a CPU, chunked prefill or prefix caching is enabled. vLLM has no CPU kernel that continues a
+            prompt over cached latents.
     """
 
     decoder_class = Motif3Model

@@ -36,10 +36,10 @@ from diffquant.serving.vllm.decoder import ServedDecoder
 
 
 class ServedMamba(Mamba, MambaBase):
-    """Mamba whose newest inputs and states are vLLM's, computed by vLLM's kernels.
+    """Mamba whose convolution inputs and states are cached by vLLM and updated by vLLM's kernels.
 
-    On CPUs the scan is diffquant's: vLLM's build has no kernel for prompts there, and that for new tokens takes one
-    decay for all states of a channel, as Mamba-2 has.
+    On CPUs diffquant computes the scan. There vLLM has no scan kernel for prompts, and its kernel for decoding supports
+    only one decay for all states of a channel, as in Mamba-2.
     """
 
     def __init__(self, block: MambaBlock) -> None:
@@ -47,7 +47,7 @@ class ServedMamba(Mamba, MambaBase):
         self.block = block
 
     def attach_cache(self, name: str) -> None:
-        """Get a cache of vLLM's under a name."""
+        """Register this layer with vLLM as `name`, so that vLLM allocates a cache of its inputs and states."""
         self.prefix = name
         self.kv_cache = (torch.empty(0), torch.empty(0))
         vllm_config = get_current_vllm_config()
@@ -153,10 +153,10 @@ class ServedMamba(Mamba, MambaBase):
 
 
 class ServedSambaYAttention(SambaYAttention):
-    """Attention on vLLM's paged cache: both maps of a pair are plain heads, as in the modelling file.
+    """Attention on vLLM's paged cache, which computes both maps of a pair as heads of plain attention.
 
     Attributes:
-        shared: name of the layer whose keys and values cross attention reads.
+        shared: name of the layer whose keys and values cross attention reads, or None if the layer has its own.
     """
 
     def __init__(self, block: FusedAttentionBlock, shared: str) -> None:
@@ -165,7 +165,10 @@ class ServedSambaYAttention(SambaYAttention):
         self.shared = None if self.has_own_keys else shared
 
     def attach_cache(self, name: str) -> None:
-        """Get a cache of vLLM's under a name, or another layer's."""
+        """Create vLLM's attention layer. It registers with vLLM as `name`.attn, so that vLLM allocates its cache.
+
+        Cross attention uses the cache of the layer `shared` instead.
+        """
         vllm_config, heads = get_current_vllm_config(), self.plain
         kv_heads = heads.kv_pairs * heads.cuts
         self.attn = Attention(
@@ -186,7 +189,10 @@ class ServedSambaYAttention(SambaYAttention):
         reading: Reading,  # noqa: ARG002
         shared: KeysValues | None,  # noqa: ARG002
     ) -> tuple[Tensor, None]:
-        """Compute the output [1, T, D] for the tokens x [1, T, D] of all requests."""
+        """Compute the output [1, T, D] for the tokens x [1, T, D] of all requests; the second result is always None.
+
+        `reading` and `shared` are ignored, since vLLM has the masks and the cache.
+        """
         q, *own = self.Wqkv(x).split(self.heights, -1)
         inputs = [self.plain.queries(q, NOT_TURNED)]
         if own:
@@ -200,7 +206,7 @@ class ServedSambaYAttention(SambaYAttention):
 
 
 class SambaYForCausalLM(ServedDecoder, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
-    """A SambaY model on one rank."""
+    """A SambaY model in vLLM, on one rank."""
 
     decoder_class = SambaYModel
 
@@ -233,7 +239,7 @@ class SambaYForCausalLM(ServedDecoder, HasInnerState, IsHybrid, SupportsMambaPre
 
 
 def state_shapes(block: MambaBlock) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of a layer's newest inputs and of its state, as vLLM stores them."""
+    """Return the shapes of a Mamba layer's newest convolution inputs and of its state in vLLM's cache, per request."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]] = MambaStateShapeCalculator.mamba1_state_shape(
         1, block.inner, block.states, block.kernel_size
     )
@@ -241,5 +247,5 @@ def state_shapes(block: MambaBlock) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of newest inputs and states; the latter are float32, as in diffquant."""
+    """Return the dtypes of Mamba's newest convolution inputs and of its states, which are float32 as in diffquant."""
     return vllm_config.model_config.dtype, torch.float32

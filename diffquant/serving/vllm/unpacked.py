@@ -17,7 +17,10 @@ from diffquant.recipe.scheme import Scheme
 
 
 class UnpackedLinearKernel(MPLinearKernel):
-    """A matmul kernel that unpacks weights in compressed-tensors' dense layout, without zero points, on loading."""
+    """A matmul kernel that unpacks weights once, when they are loaded.
+
+    It supports compressed-tensors' pack-quantized layout without zero points.
+    """
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -49,7 +52,10 @@ class UnpackedLinearKernel(MPLinearKernel):
 
 
 def register_kernel() -> None:
-    """Register the kernel before vLLM's own CPU kernels, which still handle the formats that they support."""
+    """Register `UnpackedLinearKernel` for CPUs, before vLLM's own kernels.
+
+    It declines formats that those support, so vLLM still uses them where it can.
+    """
     if UnpackedLinearKernel not in _kernels():
         _kernels().insert(0, UnpackedLinearKernel)
 

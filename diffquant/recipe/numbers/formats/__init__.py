@@ -32,7 +32,8 @@ class NumberFormat(ABC):
         block: number of neighbouring values that share a scale, or None if the scheme sets it.
         spans_tensor: whether each scale of a weight depends on the largest magnitude of the whole weight.
         fits_errors: whether scales minimize the rounding error, so that they depend on more than the largest magnitude.
-        trials: multiples of the absmax scale that error-minimizing roundings try; empty for the width's default.
+        trials: multiples of the absmax scale that error-minimizing roundings try. If empty, they are derived from the
+            number of bits of a code.
         refits_scale: whether these roundings also try the scale of least squared error for the best trial's levels.
         has_tiles: whether a weight may have one scale per square block.
         for_weights_only: whether only weights may have this format.
@@ -84,7 +85,7 @@ class NumberFormat(ABC):
 
     @property
     def step_count(self) -> int:
-        """Number of steps from the lowest to the largest level, as used for values that all have one sign."""
+        """Number of steps from the lowest to the largest level, one less than the number of levels."""
         return len(self.levels) - 1
 
     @cached_property
@@ -99,7 +100,7 @@ class NumberFormat(ABC):
 
     @property
     def integer_refusal(self) -> str | None:
-        """Sentence on why integer-only code, such as a kernel, cannot read this format, or None if it can."""
+        """Reason why code that supports only integer formats, such as a kernel, cannot read this one, or None."""
         return f"{self.name} is not an integer format of 2 to 8 bits, the only kind supported here; use one, such as 4"
 
     @property
@@ -172,7 +173,10 @@ class NumberFormat(ABC):
         return to_storable_scale(scale.abs(), self.largest, dtype).clamp(max=limit).copysign(scale.to(dtype))
 
     def with_fitted_step(self, scale: "Tensor", dim: int) -> "NumberFormat":
-        """Return this format with the steps that suit the scales along `dim`, or itself if scales are free."""
+        """Return this format with the step of least squared error for each group of scales along `dim`.
+
+        Formats whose scales are free (`scales_per_step` is 1) return themselves.
+        """
         del scale, dim
         return self
 
@@ -253,7 +257,7 @@ class NumberFormat(ABC):
         return packed_words(length, self.code_width)
 
     def pack(self, codes: "Tensor") -> "Tensor":
-        """Pack codes int8 [..., n] into their stored form [..., stored_width(n)]."""
+        """Pack codes int8 [..., n] into their stored form [..., packed_width(n)], of dtype `packed_dtype`."""
         from diffquant.recipe.numbers.packing import pack
 
         return pack(codes, self.code_width)
@@ -302,7 +306,7 @@ def register(number_format: NumberFormat) -> None:
 
     Raises:
         UsageError: the name is taken, or does not consist of lowercase letters, digits and underscores; or the levels
-            are not ascending, lack 0, or are more than 256.
+            are not ascending, lack 0 in a format not only for weights, or are more than 256.
     """
     name, levels = number_format.name, number_format.levels
     if name in FORMATS:

@@ -67,8 +67,9 @@ class Iq4Nl(NumberFormat):
 class Iq4Xs(Iq4Nl):
     """IQ4_NL whose scales are multiples, from -32 to 31, of a float16 step that neighbouring groups of a row share.
 
-    A bound format has the steps of some rows; an unbound one does not round scales. Stored scales are the first 8 bytes
-    of ggml's blocks of 256 values: the step, then the upper 2 and the lower 4 bits of 8 multiples, each plus 32.
+    `with_fitted_step` returns a copy with the steps of some rows. Without steps, scales are not rounded to multiples.
+    Stored scales are the first 8 bytes of ggml's blocks of 256 values: the step, then the upper 2 and the lower 4 bits
+    of 8 multiples, each plus 32.
     """
 
     stored_scales = "uint8"
