@@ -23,7 +23,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_config import has_kv_cache_scheme
+from diffquant.checkpoints.compressed_config import has_own_kv_cache_scheme
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
@@ -205,7 +205,7 @@ def read_stored_ranges(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Te
     Raises:
         CheckpointError: a scale is not finite and above zero.
     """
-    if not has_kv_cache_scheme(checkpoint.config):
+    if not has_own_kv_cache_scheme(checkpoint.config):
         return {}
     rows, ranges = adapter.architecture.cached_shapes, dict[str, Tensor]()
     for key, name in scale_names(adapter).items():

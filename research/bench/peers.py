@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffquant.benchmarks import contest
 from diffquant.benchmarks.linears import PATHS, Layers, choose_group
 from diffquant.benchmarks.peers import PEERS, Peer, only_cuda
-from diffquant.benchmarks.workloads import CallWithState, Workload, get_held_object, make_differential_call
+from diffquant.benchmarks.workloads import CallWithState, Workload, get_peer_state, make_differential_call
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 
@@ -97,12 +97,12 @@ def _diffllama_call(implementation: str, work: Workload, device: str) -> Attenti
         rows: Tensor = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
         return torch.unflatten(rows, -1, (model.pairs, -1)).transpose(1, 2)
 
-    return CallWithState(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, held=run)
+    return CallWithState(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, state=run)
 
 
 def _diffllama(call: AttentionCall) -> Tensor:
     """Run the call's DiffLlama module; return its output [B, h, T, dv] after the norm."""
-    output: Tensor = get_held_object(call)()
+    output: Tensor = get_peer_state(call)()
     return output
 
 

@@ -272,7 +272,7 @@ READERS = {
     "one without a context": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode_request(
         "", WORD
     ),
-    "a prompt": lambda model: encoder_of(model).encode(TEXT),
+    "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode(TEXT),
     "fidelity": lambda model: LocalModel("model", model, {}).tokens(TEXT),
     "another's tokens": lambda model: LocalModel("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
 }
