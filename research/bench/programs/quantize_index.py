@@ -34,7 +34,7 @@ opened = time.monotonic()
 plan = plan_quantization(source, Recipe.of(weights=sys.argv[2]))
 print(json.dumps({
     "open_seconds": opened - started, "plan_seconds": time.monotonic() - opened,
-    "tensors": len(source.checkpoint.tensors), "parameters": source.weights, "packed": len(plan.schemes),
+    "tensors": len(source.checkpoint.tensors), "parameters": source.weight_count, "packed": len(plan.schemes),
     "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "packed_bits": plan.packed_bits,
 }))
 """

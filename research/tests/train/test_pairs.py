@@ -103,7 +103,7 @@ def test_v1s_lambda_starts_as_a_half_and_can_move(original, ids):
     v1 = starts.new_model("diff-v1", original, starts.levels_of(original, ids))
     for attention in v1.attention_modules:
         attention.requires_grad_(True)
-        lam = attention.lam(torch.empty(0))
+        lam = attention.compute_lam(torch.empty(0))
         assert lam.item() == pytest.approx(0.5, abs=1e-6)
         assert torch.autograd.grad(lam, attention.lambda_q1)[0].abs().min() > 0
 
