@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.colors import to_rgba
 
-from diffquant.calib.search.outputs import draw_pareto, heat_figure
+from diffquant.calib.search.outputs import draw_pareto, heat_figure, search_table
 from diffquant.calib.search.result import Candidate, Measurement, SearchResult
 from diffquant.recipe import Recipe
 from diffquant.reports.plots import new_figure
@@ -72,3 +72,8 @@ def test_the_families_of_candidates_have_a_legend_and_all_points_are_in_sight():
     low, high = axis.get_ylim()
     assert low < 0.02
     assert high > 0.05
+
+
+def test_sizes_stand_below_each_other_at_the_right_of_their_column():
+    head, _, _, *lines = search_table(search()).splitlines()[:6]
+    assert {line.index(" MB") + 3 for line in lines} == {head.index("checkpoint") + len("checkpoint")}
