@@ -15,7 +15,7 @@ from diffquant.onnx.graph.op import CONTRIB
 from diffquant.onnx.native import build as native_build
 from diffquant.onnx.native import count_attention_calls
 from diffquant.onnx.native.build import LIBRARY, SOURCES, build, find_compiler
-from diffquant.onnx.verification import passages, reference
+from diffquant.onnx.verification import arithmetic, passages
 from diffquant.recipe import Recipe
 from tests.support.planted import (
     LAYER,
@@ -532,7 +532,7 @@ def test_no_sound_export_of_a_trained_model_is_refused(tmp_path, monkeypatch, ch
 
 
 def test_activations_rounded_by_an_unknown_rule_are_held_to_what_rounding_costs(exported, tmp_path, monkeypatch):
-    monkeypatch.setattr(reference, "find_runtime_rounding", lambda bits, block: None)
+    monkeypatch.setattr(arithmetic, "find_runtime_rounding", lambda bits, block: None)
     checkpoint, folder = exported("v1")
     verification = verify(folder, checkpoint, threads=1)
     assert "by an unknown rule" in str(verification)
