@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diffquant.attention import BACKENDS
 from diffquant.benchmarks.peers import BASELINE, PEERS, Peer
-from diffquant.benchmarks.workloads import CallWithState, Workload, get_peer_state, make_differential_call
+from diffquant.benchmarks.workloads import CallWithState, Workload, get_prepared_object, make_differential_call
 from diffquant.family.call import AttentionCall
 from diffquant.recipe import Recipe
 
@@ -31,7 +31,7 @@ def make_unpacked_peer(bits: int) -> Peer:
         return _held_call(call, layer, layer.stored_keys.read(), layer.stored_values.read())
 
     def attention(call: AttentionCall) -> Tensor:
-        layer = get_peer_state(call)
+        layer = get_prepared_object(call)
         now = _held_call(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
 
@@ -52,7 +52,7 @@ def make_fused_peer(bits: int) -> Peer:
         return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
 
     def attention(call: AttentionCall) -> Tensor:
-        return decode_attention(call, get_peer_state(call))
+        return decode_attention(call, get_prepared_object(call))
 
     return Peer(attention, make, missing=missing, facts=_facts)
 

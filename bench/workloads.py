@@ -134,14 +134,14 @@ class CallWithState(AttentionCall):
     state: Any = None
 
 
-def get_peer_state(call: AttentionCall) -> Any:
+def get_prepared_object(call: AttentionCall) -> Any:
     """Return the cache or function that a peer's `make` stored in a call as its `state`.
 
     Raises:
         UsageError: the call has no state, since the `make` of another peer made it.
     """
     if not isinstance(call, CallWithState):
-        raise UsageError("this peer reads a cache or runs a module; make its call with its own `make`")
+        raise UsageError("this call has no prepared cache or module: create it with the peer's own `make`")
     return call.state
 
 

@@ -149,18 +149,18 @@ class Observer:
             raise UsageError(f"a percentile must be between 50 and 100, got {self.percentile:g}")
         max_code(self.bits)
 
-    def ranges(self, magnitudes: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def ranges(self, magnitudes: Tensor, bounds: Tensor | None = None) -> Tensor:
         """Return the range of each channel.
 
         Args:
             magnitudes: [N, C], N magnitudes of each of C channels.
-            lengths: [N, C] upper bounds to choose the ranges from; by default the magnitudes. For keys, these are the
+            bounds: [N, C] upper bounds to choose the ranges from; by default the magnitudes. For keys, these are the
                 L2 norms of two channels that RoPE rotates into each other, which no position exceeds.
 
         Returns:
             float32 [C]; 1 for channels that are all zero.
         """
-        bounds = magnitudes if lengths is None else lengths
+        bounds = magnitudes if bounds is None else bounds
         if self.kind == "percentile":
             rank = max(1, math.ceil(self.percentile / 100 * len(bounds)))
             tops = bounds.kthvalue(rank, 0).values

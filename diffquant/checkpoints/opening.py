@@ -147,8 +147,8 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
 def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
     """Return the names of tensors that the model does not need and that would not change its results.
 
-    These are buffers, tied heads and biases of zeros, which older writers stored. They are also the divisors of rounded
-    inputs, which are 1 and are stored only for other readers.
+    These are buffers, tied heads and biases of zeros, which older writers stored, and `input_global_scale` of quantized
+    activations, which is always 1 and is stored only for other libraries.
     """
     needed = adapter.source_parameters
     is_tied = adapter.architecture.tie_word_embeddings

@@ -49,8 +49,8 @@ class ShardFile:
 
         Args:
             name: name of the tensor.
-            data: the rows; of a tensor [experts, out, ...] also rows of the tensor flattened to [experts * out, ...].
-            first_row: index of the first row.
+            data: the rows; a tensor [experts, out, ...] may also be given as rows of [experts * out, ...].
+            first_row: index of the first row, in the form in which `data` is given.
 
         Raises:
             TypeError: the rows do not have the tensor's dtype, so they could overwrite other data.

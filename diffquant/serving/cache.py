@@ -76,9 +76,9 @@ def is_fp8(cache: str) -> bool:
 
 
 def override_cache_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a replacement of config.json's `quantization_config` without the scheme of the KV cache.
+    """Return overrides of config.json, {"quantization_config": ...}: the entry without the scheme of the KV cache.
 
-    With this entry, vLLM ignores the folder's cache scheme. `config` must have a `quantization_config`.
+    Passed as `--hf-overrides`, they make vLLM ignore the folder's cache scheme. `config` must have the entry.
     """
     entry = config["quantization_config"]
     return {"quantization_config": {key: value for key, value in entry.items() if key != "kv_cache_scheme"}}
@@ -150,11 +150,11 @@ def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: str) -> int:
     """Return the bytes of the weights as served: packed if all have 4 bits and vLLM can use them, else unpacked."""
     groups = checkpoint.config.get("quantization_config", {}).get("config_groups", {})
     widths = {group["weights"]["num_bits"] for group in groups.values()}
-    if widths == {4} and dtype != "float32" and is_compiled(adapter):
+    if widths == {4} and dtype != "float32" and can_compile_and_shard(adapter):
         return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     return sum(prod(shape) for shape in adapter.source_shapes().values()) * ITEMSIZES[dtype]
 
 
-def is_compiled(adapter: Adapter | None) -> bool:
+def can_compile_and_shard(adapter: Adapter | None) -> bool:
     """Return whether vLLM can compile a model and divide it among ranks, which diffquant's own decoders cannot be."""
     return adapter is None or isinstance(adapter.architecture, TransformerArchitecture)

@@ -30,8 +30,8 @@ from diffquant.serving.cache import (
     AUTO,
     ITEMSIZES,
     RECIPE,
+    can_compile_and_shard,
     choose_cache,
-    is_compiled,
     is_fp8,
     override_cache_scheme,
     plan_capacity,
@@ -108,7 +108,9 @@ def plan_server(
     if not checkpoint.path.is_dir():
         raise UsageError(f"{model} is not a folder, but vLLM serves only folders: make one with `diffquant quantize`")
     config, adapter = checkpoint.config, _adapter(checkpoint)
-    if isinstance(checkpoint, DequantizedCheckpoint) and (is_compiled(adapter) or checkpoint.is_compressed_tensors):
+    if isinstance(checkpoint, DequantizedCheckpoint) and (
+        can_compile_and_shard(adapter) or checkpoint.is_compressed_tensors
+    ):
         raise UsageError(
             f"{model} holds weights quantized to {checkpoint.earlier_format}: make a 16-bit folder for the server "
             f"first, "
@@ -148,7 +150,7 @@ def plan_server(
         itemsize = 1 if is_fp8(cache) else ITEMSIZES[dtype]
         length, nbytes = plan_capacity(memory, checkpoint, adapter, itemsize, dtype, context)
         command += ["--max-model-len", str(length), "--kv-cache-memory-bytes", str(nbytes // ranks)]
-    if memory is not None or not is_compiled(adapter):
+    if memory is not None or not can_compile_and_shard(adapter):
         # Compiling takes minutes on a CPU.
         command.append("--enforce-eager")
     if memory is not None and has_latents:
@@ -172,7 +174,7 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
         UsageError: head pairs would be split between devices, the plugin serves the model on a single device only, or
             the plugin is not used and the folder's modelling file has no plan for tensor parallelism.
     """
-    if not is_compiled(adapter):
+    if not can_compile_and_shard(adapter):
         raise UsageError(f"{config['model_type']} is served on one rank: leave out {option_name('ranks', ranks)}")
     if not can_use_modelling_file(config, adapter):
         return

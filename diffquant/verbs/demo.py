@@ -47,7 +47,7 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
     """
     from diffquant.data import smollm2_file
     from diffquant.verbs.demonstration import (
-        check_recipe_outputs,
+        check_demo_recipe_files,
         quantize_and_export,
         quantize_pocket_model,
         score_recipes,
@@ -58,7 +58,7 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
     if folder.exists() and not overwrite:
         raise OutputExistsError(f"{folder} exists; give {option_name('overwrite', True)} to run the demo in it again")
     weights = None if pocket else smollm2_file()
-    check_recipe_outputs(folder)
+    check_demo_recipe_files(folder)
     folder.mkdir(parents=True, exist_ok=True)
     print_output(_CONTENTS[pocket])
     show_figure_8(folder)

@@ -247,7 +247,7 @@ def _options(recipes: Iterable[Path], **tasks: dict[str, int]) -> SweepOptions:
     return SweepOptions(tasks=tuple(tasks), bits=(16,), recipes=tuple(recipes), dtype="float32", task_options=given)
 
 
-def check_recipe_outputs(output: Path) -> None:
+def check_demo_recipe_files(output: Path) -> None:
     """Check, before the demo starts, that its recipe files would not replace other files.
 
     Raises:

@@ -32,7 +32,8 @@ def outliers(
         diffquant outliers transformer diff -o outliers
         diffquant.outliers(["transformer", "diff"], "outliers")
 
-    The table shows each layer's largest magnitudes and the median.
+    The table shows, over all layers of a model, the largest magnitudes and the median; the plot and outliers.json show
+    them by layer.
 
     Args:
         models: see `sweep`.

@@ -147,4 +147,4 @@ def contrib_width_problems(row: int, rotates: bool) -> list[str]:
         rotates: whether queries and keys are rotated (RoPE).
     """
     multiple = 16 if rotates else 8
-    return [f"its rows are multiples of {multiple} wide, not {row}"] if row % multiple else []
+    return [f"its key rows must have a multiple of {multiple} channels, not {row}"] if row % multiple else []

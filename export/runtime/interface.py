@@ -77,7 +77,7 @@ def resolve_data_links(model: ModelProto, path: Path) -> Path:
     return folder.resolve()
 
 
-def has_linked_data(model: ModelProto, path: Path) -> bool:
+def has_symlinked_data(model: ModelProto, path: Path) -> bool:
     """Return whether some data file of a graph is a symbolic link.
 
     Args:

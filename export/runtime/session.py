@@ -19,7 +19,7 @@ from diffquant.onnx.native import OVERRIDE, library_path
 from diffquant.onnx.runtime.device import RuntimeDevice, count_cpu_nodes
 from diffquant.onnx.runtime.interface import (
     CacheShape,
-    has_linked_data,
+    has_symlinked_data,
     load_graph,
     read_interface,
     resolve_data_links,
@@ -78,7 +78,7 @@ class OnnxModel:
         self.device.check()
         graph = load_graph(folder)
         self.folder = folder
-        is_changed = bool(extra_outputs) or accuracy_level is not None or has_linked_data(graph, model_file(folder))
+        is_changed = bool(extra_outputs) or accuracy_level is not None or has_symlinked_data(graph, model_file(folder))
         if every_position:
             is_changed |= enable_all_logits(graph)
         self.cache, logits = read_interface(graph.graph, model_file(folder))

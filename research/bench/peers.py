@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffquant.benchmarks import contest
 from diffquant.benchmarks.linears import PATHS, Layers, choose_group
 from diffquant.benchmarks.peers import PEERS, Peer, only_cuda
-from diffquant.benchmarks.workloads import CallWithState, Workload, get_peer_state, make_differential_call
+from diffquant.benchmarks.workloads import CallWithState, Workload, get_prepared_object, make_differential_call
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 
@@ -102,7 +102,7 @@ def _diffllama_call(implementation: str, work: Workload, device: str) -> Attenti
 
 def _diffllama(call: AttentionCall) -> Tensor:
     """Run the call's DiffLlama module; return its output [B, h, T, dv] after the norm."""
-    output: Tensor = get_peer_state(call)()
+    output: Tensor = get_prepared_object(call)()
     return output
 
 

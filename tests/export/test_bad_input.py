@@ -107,7 +107,7 @@ def test_more_positions_than_a_graph_has_room_for_are_refused_before_anything_is
 
 def test_a_transformers_heads_that_onnx_runtime_cannot_rotate_are_refused_before_anything_is_written(tmp_path):
     model = write_checkpoint(tmp_path / "model", "llama", head_dim=24)
-    with pytest.raises(CheckpointError, match="rows are multiples of 16 wide, not 24"):
+    with pytest.raises(CheckpointError, match="key rows must have a multiple of 16 channels, not 24"):
         export(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -99,10 +99,10 @@ def attend_fp8_specialized(
     NORM: gl.constexpr, MAPS: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute causal attention of 128 rows of one pair in 8 bits, with the arguments of `attend_int8` and V in e4m3.
+    """Compute causal attention of 128 rows of one pair with Q and K in int8 and V in e4m3.
 
-    Codes, scales and the arithmetic per key block are those of `attend_int8`. MAPS is the number of maps with separate
-    keys (V1: 2, else 1), PACK the number of maps that share keys (V2: 2, else 1).
+    Arguments, codes, scales and the arithmetic per key block are those of `attend_int8` with FP8. MAPS is the number of
+    maps with separate keys (V1: 2, else 1), PACK the number of maps that share keys (V2: 2, else 1).
     """
     QUERIES: gl.constexpr = 128 // PACK
     # Under causal order, tiles at the end see the most keys, so they start first.

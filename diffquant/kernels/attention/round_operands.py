@@ -66,7 +66,7 @@ def round_to_float(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 @triton.jit
 def compute_inverse_unit(FORMAT: tl.constexpr):
-    """Return 1 / unit, by which `round_in_blocks` multiplies quantized weights if TOP is TOP_EXPONENT."""
+    """Return the factor of softmax weights in the results of `round_in_blocks` with TOP = TOP_EXPONENT."""
     return 2.0**TOP_EXPONENT if FORMAT[4] > 0 else _DIVISOR
 
 

@@ -68,7 +68,10 @@ def load_channel_scales(
     Scales, step, one, BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load K's per-channel scales of each warp's tokens, as a tuple of FIELDS tiles in the layout of the queries."""
+    """Load K's per-channel scales of the block of tokens that each warp reads.
+
+    Return FIELDS tiles, one per channel of a stored word, laid out like those of `load_query_tiles`.
+    """
     warp = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS) // ROWS % WARPS
     block = (step + warp * TOKENS) // BLOCK
     return _fields(Scales + block[:, None] * WIDTH + _channels(one, FIELDS, WIDTH, ROWS, WARPS), None, FIELDS)

@@ -150,9 +150,9 @@ def select_page(pages, number):
 def load_keys(k, pages, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
     """Load a step's unquantized keys from pages, as a tile for `key_matrix`.
 
-    A row of the tile has 256 elements, those of 8 tokens and 32 channels. Rows are ordered by 16 tokens, then 32
-    channels, then half of the 16 tokens, then warp. `k` is a tuple of a pointer to a head's first channel and the
-    strides of pages and tokens.
+    A row of the tile has 256 elements, those of 8 tokens and 32 channels. Rows are indexed, slowest first, by page of
+    16 tokens, 32 channels, half page (8 tokens), and warp. `k` is a tuple of a pointer to a head's first channel and
+    the strides of pages and tokens.
     """
     HALVES: tl.constexpr = WIDTH // 32 * 2
     index = tl.arange(0, TOKENS // PAGE * HALVES * WARPS)
@@ -172,9 +172,9 @@ def key_matrix(x, WIDTH: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr
 
 
 @triton.jit
-def key_channels(half, column):
-    """Return the channel at index 8 · `half` + `column` of queries whose channels are in the order of `key_matrix`."""
-    return half // 4 * 32 + column // 2 * 8 + half % 4 * 2 + column % 2
+def key_channels(run, column):
+    """Return the channel at index 8 · `run` + `column` of queries whose channels are in the order of `key_matrix`."""
+    return run // 4 * 32 + column // 2 * 8 + run % 4 * 2 + column % 2
 
 
 @triton.jit

@@ -105,15 +105,15 @@ class StoredKeysOrValues:
         """Number of tokens that fit in `recent`."""
         return self.recent.shape[2] * FRAGMENT
 
-    def count_packed(self, length: int, floor: int) -> int:
+    def count_packed(self, length: int, least_packed: int) -> int:
         """Return how many of `length` tokens are packed; at least `floor`, the number after the last `KVStore.crop`."""
         if not self.scheme.quantizes:
             return length
-        return max(floor, (length - self.residual) // self.tokens_per_scale * self.tokens_per_scale)
+        return max(least_packed, (length - self.residual) // self.tokens_per_scale * self.tokens_per_scale)
 
-    def read(self, length: int, floor: int) -> Tensor:
+    def read(self, length: int, least_packed: int) -> Tensor:
         """Return dequantized keys or values [B, H, length, w] in their original dtype; `floor` as in `count_packed`."""
-        packed = self.count_packed(length, floor)
+        packed = self.count_packed(length, least_packed)
         if not self.scheme.quantizes:
             return self._in_order(self.codes[..., None], length)
         codes = self._unpack(packed)

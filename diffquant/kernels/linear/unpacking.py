@@ -213,7 +213,7 @@ def load_chunk(
 
 @triton.jit
 def join_fields(fields, FIELDS: tl.constexpr):
-    """Combine a chunk's fields [count, 256] to a matrix [16 count, 16 FIELDS]."""
+    """Join a chunk's fields, each [count, 256] with a 16 x 16 fragment per row, to a matrix [16 count, 16 FIELDS]."""
     count: tl.constexpr = fields[0].shape[0]
     if FIELDS == 2:
         a = tl.join(fields[0], fields[1]).reshape(count, 8, 4, 2, 2, 2, 2).permute(0, 4, 1, 6, 3, 2, 5)

@@ -107,7 +107,7 @@ class Granularity:
         if self.name == "column" and target == "pv":
             return f"has groups of {self.size} tokens of a channel; write g{self.size}" if self.size else None
         if self.name == "column" and not self.size:
-            return "per column needs the number of tokens that share a scale, such as 4:c64"
+            return "needs a number of tokens per scale, such as 4:c64"
         return None
 
     @property

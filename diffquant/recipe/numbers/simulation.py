@@ -43,7 +43,7 @@ def rotate_by(x: Tensor, matrix: Tensor) -> Tensor:
 SHIFT_RANGE = 12.0
 
 
-class OneSided(NumberFormat):
+class NonPositiveIntegers(NumberFormat):
     """An integer format for values that are never positive: all levels are zero or negative."""
 
     def __init__(self, both_sides: NumberFormat) -> None:
@@ -71,7 +71,7 @@ def logit_format(number_format: NumberFormat, shift: bool) -> NumberFormat:
 
     With `shift`, the row's maximum has been subtracted, so the format has no positive levels.
     """
-    return OneSided(number_format) if shift else number_format
+    return NonPositiveIntegers(number_format) if shift else number_format
 
 
 def softmax_weight_scale(number_format: NumberFormat, pow2: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:

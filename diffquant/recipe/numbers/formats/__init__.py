@@ -306,7 +306,7 @@ def register(number_format: NumberFormat) -> None:
 
     Raises:
         UsageError: the name is taken, or does not consist of lowercase letters, digits and underscores; or the levels
-            are not ascending, lack 0 in a format not only for weights, or are more than 256.
+            are not ascending, are more than 256, or lack 0, which only formats for weights may lack.
     """
     name, levels = number_format.name, number_format.levels
     if name in FORMATS:
