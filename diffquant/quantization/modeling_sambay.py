@@ -145,8 +145,7 @@ class Mamba(nn.Module):
         inputs = torch.cat([earlier, u], 1)
         convolved = silu(self.conv1d(inputs.mT).mT)
         low, into, out_of = self.x_proj(convolved).split(self.parts, -1)
-        # Small steps, which 16 bits would round: this projection is kept in float32.
-        step = softplus(self.dt_proj(low.to(self.dt_proj.bias.dtype)).to(wide))
+        step = softplus(self.dt_proj(low).to(wide))
         places = torch.arange(length + width, device=u.device)
         step = step * (places[:length] < counts)[..., None]
         y, state = selective_scan(convolved.to(wide), step, -self.A_log.to(wide).exp(), into, out_of, state)
@@ -315,7 +314,7 @@ class SambaYPreTrainedModel(LlamaPreTrainedModel):
     supports_gradient_checkpointing = False
     _no_split_modules = ["SambaYLayer"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": SambaYLayer}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["A_log", "attn.D", "dt_proj", "lambda_", "subln"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["A_log", "attn.D", "lambda_", "subln"]  # noqa: RUF012
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
