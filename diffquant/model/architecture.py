@@ -38,6 +38,8 @@ class Architecture(ABC):
         model: "module:class" of the `CausalModel` that runs it.
         export: "module:class" of the `Decoder` that builds an exported graph from its blocks; "" if there is none.
         served: "module:class" of its model for vLLM; "" if there is none.
+        modelling_file: file in diffquant/quantization that runs it in transformers without diffquant; "" if there is
+            none. Subclasses do not inherit it.
         makers_pack_experts: whether the model's authors define their own layout of NVFP4 experts; they define none for
             other weights or formats.
         diff_spec: specification of the attention.
@@ -46,6 +48,7 @@ class Architecture(ABC):
     model: ClassVar[str]
     export: ClassVar[str] = ""
     served: ClassVar[str] = ""
+    modelling_file: ClassVar[str] = ""
     makers_pack_experts: ClassVar[bool] = False
 
     vocab_size: int
@@ -205,6 +208,7 @@ class TransformerArchitecture(Architecture):
     model = "diffquant.model.modeling:DiffTransformer"
     export = "diffquant.onnx.architectures.transformer:TransformerDecoder"
     served = "diffquant.serving.vllm.model:DiffForCausalLM"
+    modelling_file = "modeling_diffquant.py"
 
     rms_norm_eps: float
     attention_bias: bool

@@ -31,7 +31,7 @@ FAMILY = "differential-transformer"
 def quantized_card(
     plan: QuantizationPlan,
     errors: Mapping[str, float],
-    carries_code: bool,
+    modelling_file: str,
     replaced: Sequence[str],
     is_differential: bool,
     left_out: Sequence[str] = (),
@@ -40,8 +40,8 @@ def quantized_card(
 
     Args:
         errors: relative RMS error of each packed weight, by name.
-        carries_code: whether the folder contains modeling_diffquant.py.
-        replaced: names of the source's code files that modeling_diffquant.py replaces.
+        modelling_file: name of the folder's modelling file, or "" if there is none.
+        replaced: names of the source's code files that the modelling file replaces.
         is_differential: whether the model is known to use differential attention.
         left_out: JSON entries of the source that named code and were removed.
     """
@@ -76,10 +76,10 @@ def quantized_card(
     if plan.cache_scales:
         lines.append(_CACHE)
     if plan.schemes:
-        lines.append(_weights_paragraph(plan, errors, carries_code))
+        lines.append(_weights_paragraph(plan, errors, modelling_file))
     if replaced:
         files = ", ".join(map(markdown_code, replaced))
-        lines.append(f"The source's own code is not part of this folder; modeling_diffquant.py replaces {files}.\n")
+        lines.append(f"The source's own code is not part of this folder; {modelling_file} replaces {files}.\n")
     lines += _left_out(left_out)
     stacked = f"{_EXPERTS}\n" if plan.has_stacked_experts else ""
     lines.append((_NOT_RUN if plan.rules else _RUN) + stacked)
@@ -159,8 +159,8 @@ def _left_out(entries: Sequence[str]) -> list[str]:
 
 
 _BY_CODE = (
-    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it with this folder's "
-    "modeling_diffquant.py, which needs transformers, and compressed-tensors for packed weights"
+    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it with this folder's {}, which needs "
+    "transformers, and compressed-tensors for packed weights"
 )
 _KEPT_ELSEWHERE = (
     "The schemes of cache and logits, which that format cannot store, are in config.json under `diffquant_config`; "
@@ -174,7 +174,7 @@ _ADAPTERS = (
 )
 
 
-def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
+def _loaded_by(plan: QuantizationPlan, modelling_file: str) -> str:
     """Return a sentence that names the weights' format and the libraries that can load it."""
     if own := _own_formats(plan):
         return (
@@ -191,20 +191,21 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
     if plan.rules:
         return f"{standard}.\n"
     model_type = plan.checkpoint.config.get("model_type")
-    if model_type != "llama" and not carries_code:
+    if model_type != "llama" and not modelling_file:
         return f"{standard}, and `AutoModelForCausalLM` opens it after `import diffquant`. {_KEPT_ELSEWHERE}\n"
+    by_code = _BY_CODE.format(modelling_file)
     match model_type:
         case "llama":
             reader = "which transformers loads without diffquant"
         case "diffllama":
-            reader = f"which transformers loads without diffquant. {_BY_CODE}, and supports padded batches"
+            reader = f"which transformers loads without diffquant. {by_code}, and supports padded batches"
         case _:
-            reader = f"and {_BY_CODE}"
+            reader = f"and {by_code}"
     dtype = f"{_IN_BFLOAT16} " if _is_decoded_in_bfloat16(plan) else ""
     return f"{standard}, {reader}. {dtype}{_ADAPTERS} {_KEPT_ELSEWHERE}\n"
 
 
-def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool) -> str:
+def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], modelling_file: str) -> str:
     by_scheme: dict[Scheme, list[float]] = {}
     for tensor in plan.tensors:
         if tensor.scheme.quantizes:
@@ -212,7 +213,7 @@ def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carr
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
         f"\nPacked: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits per weight, scales included; rounding: "
-        f"{plan.recipe.rounding.name}. {_loaded_by(plan, carries_code)}"
+        f"{plan.recipe.rounding.name}. {_loaded_by(plan, modelling_file)}"
     )
 
 
@@ -268,7 +269,7 @@ def write_descriptions(
     account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
     write_atomically(folder / "diffquant.json", json.dumps(account, indent=2) + "\n")
     is_differential = isinstance(source, Source) and source.spec.maps > 1
-    card = quantized_card(plan, errors, bool(code), replaced, is_differential, left_out)
+    card = quantized_card(plan, errors, "".join(code), replaced, is_differential, left_out)
     write_atomically(folder / "README.md", card)
     return describe_removed_code([*left_out, *replaced], folder)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,38 +15,45 @@ from diffquant.model.architecture import TransformerArchitecture
 from diffquant.support.files import write_atomically
 from diffquant.support.names import option_name
 
-MODELLING_FILE = "modeling_diffquant.py"
-_MODULE = MODELLING_FILE.removesuffix(".py")
-AUTO_MAP = {
-    "AutoConfig": f"{_MODULE}.DiffConfig",
-    "AutoModel": f"{_MODULE}.DiffModel",
-    "AutoModelForCausalLM": f"{_MODULE}.DiffForCausalLM",
-}
-_MODEL_TYPE = 'MODEL_TYPE = "diff_transformer"'
+# Files that run a model in transformers without diffquant, with the beginning of their classes' names.
+MODELLING_FILES: Mapping[str, str] = {"modeling_diffquant.py": "Diff", "modeling_sambay.py": "SambaY"}
+_CLASSES = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+_MODEL_TYPE = re.compile("^MODEL_TYPE = .*$", re.MULTILINE)
 _OUTPUT = ".self_attn.o_proj."
 # A value of these in config.json takes precedence, since users may change it; the weights determine the other settings.
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def make_modelling_text(model_type: str) -> str:
-    """Return the modelling file's text with a model_type, which transformers requires as an attribute of its class."""
-    return _source().replace(_MODEL_TYPE, f"MODEL_TYPE = {json.dumps(model_type)}")
+def make_auto_map(file: str) -> dict[str, str]:
+    """Return the `auto_map` of config.json that makes transformers' auto classes use a modelling file."""
+    classes = f"{file.removesuffix('.py')}.{MODELLING_FILES[file]}"
+    return {auto: classes + name for auto, name in _CLASSES.items()}
 
 
-def can_use_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
-    """Return whether the modelling file can run a folder's model.
+def make_modelling_text(file: str, model_type: str) -> str:
+    """Return a modelling file's text with a model_type, which transformers requires as an attribute of its class."""
+    return _MODEL_TYPE.sub(lambda _: f"MODEL_TYPE = {json.dumps(model_type)}", _source(file), count=1)
 
-    It can run all models that `DiffTransformer` runs, except Llamas, if the folder's parameters have the names that
-    `DiffTransformer` gives them. Only the output projection may have another name.
+
+def find_modelling_file(config: Mapping[str, Any], adapter: Adapter | None) -> str:
+    """Return the name of the modelling file that can run a folder's model; "" if there is none, or for a Llama.
+
+    Modelling files have the parameter names of diffquant's models, except that of the output projection.
+
+    Args:
+        config: content of config.json.
+        adapter: adapter of the folder's format, or None if diffquant cannot run the architecture.
     """
-    is_ours = type(adapter.architecture) is TransformerArchitecture and config["model_type"] != "llama"
-    return is_ours and adapter.renames.keys() <= {_OUTPUT}
+    if adapter is None or config["model_type"] == "llama" or not adapter.renames.keys() <= {_OUTPUT}:
+        return ""
+    # Not inherited: a subclass has other layers.
+    file: str = vars(type(adapter.architecture)).get("modelling_file", "")
+    return file
 
 
-def can_engines_run(config: Mapping[str, Any], adapter: Adapter) -> bool:
-    """Return whether engines can run a folder's model: a Llama, or a model that the modelling file can run."""
-    is_llama = type(adapter.architecture) is TransformerArchitecture and config["model_type"] == "llama"
-    return is_llama or can_use_modelling_file(config, adapter)
+def can_engines_run(adapter: Adapter) -> bool:
+    """Return whether engines can run a folder's model with their own attention: a Llama, or a DIFF Transformer."""
+    return type(adapter.architecture) is TransformerArchitecture and adapter.renames.keys() <= {_OUTPUT}
 
 
 def require_vllm_support(config: Mapping[str, Any], adapter: Adapter) -> None:
@@ -86,24 +94,26 @@ def require_vllm_rope(rope: Mapping[str, Any], style: str) -> None:
 def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
     """Return the content of config.json with the entries that inference engines need.
 
-    A Llama gets `rope_theta` and `architectures`. A model that the modelling file can run gets, in addition, `auto_map`
-    and the modelling file's settings under `diff_model`. Of the others, models that `DiffTransformer` runs get only
-    `rope_theta`, and the rest get nothing.
+    Llamas and DiffTransformers get `rope_theta`, and Llamas `architectures`. A model that a modelling file can run
+    gets `architectures`, `auto_map` and all settings with their defaults filled in: a DiffTransformer under
+    `diff_model`, other models under the settings' own names. Other models get nothing.
     """
-    architecture = adapter.architecture
-    if type(architecture) is not TransformerArchitecture:
-        return dict(config)
-    # mlx-lm reads only this key, and silently uses 10000 if it is missing.
-    written = {"rope_theta": architecture.rope_parameters["rope_theta"]} | dict(config)
-    if config["model_type"] == "llama":
-        return {"architectures": ["LlamaForCausalLM"]} | written
-    if not can_use_modelling_file(config, adapter):
+    architecture, written = adapter.architecture, dict(config)
+    if type(architecture) is TransformerArchitecture:
+        # mlx-lm reads only this key, and silently uses 10000 if it is missing.
+        written = {"rope_theta": architecture.rope_parameters["rope_theta"]} | written
+        if config["model_type"] == "llama":
+            return {"architectures": ["LlamaForCausalLM"]} | written
+    file = find_modelling_file(config, adapter)
+    if not file:
         return written
-    return written | {
-        "architectures": ["DiffForCausalLM"],
-        "auto_map": AUTO_MAP,
-        "diff_model": _resolve(architecture, adapter, config),
-    }
+    stated = {name: value for name, value in architecture.settings.items() if name not in _TOKENS or name not in config}
+    if isinstance(architecture, TransformerArchitecture):
+        output = adapter.source_name(_OUTPUT).split(".")[2]
+        attention = architecture.diff_spec.to_dict() | {"kv_repeats": adapter.kv_repeats, "output": output}
+        stated = {"diff_model": stated | {"attention": attention}}
+    auto_map = make_auto_map(file)
+    return written | stated | {"architectures": [auto_map["AutoModelForCausalLM"].split(".")[1]], "auto_map": auto_map}
 
 
 def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapter | None) -> dict[str, str]:
@@ -116,17 +126,17 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
         SHA-256 of each code file written, by file name.
 
     Raises:
-        CheckpointError: the modelling file cannot run the model, and the source has a file with its name.
+        CheckpointError: no modelling file can run the model, and the source has a file with the name of one.
     """
-    place = folder / MODELLING_FILE
-    if adapter is None or not can_use_modelling_file(config, adapter):
-        if place.exists():
-            raise CheckpointError(f"the source has {MODELLING_FILE}, a name that diffquant needs: rename that file")
+    file = find_modelling_file(config, adapter)
+    if not file:
+        if taken := [name for name in MODELLING_FILES if (folder / name).exists()]:
+            raise CheckpointError(f"the source has {taken[0]}, a name that diffquant needs: rename that file")
         return {}
     remove_code_files(folder)
-    text = make_modelling_text(config["model_type"])
-    write_atomically(place, text)
-    return {MODELLING_FILE: hashlib.sha256(text.encode()).hexdigest()}
+    text = make_modelling_text(file, config["model_type"])
+    write_atomically(folder / file, text)
+    return {file: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def remove_code_files(folder: Path) -> list[str]:
@@ -138,7 +148,7 @@ def remove_code_files(folder: Path) -> list[str]:
     files = sorted(folder.glob("*.py"))
     for file in files:
         file.unlink()
-    return [file.name for file in files if file.name != MODELLING_FILE]
+    return [file.name for file in files if file.name not in MODELLING_FILES]
 
 
 def describe_ignored_schemes(config: Mapping[str, Any]) -> str:
@@ -153,15 +163,6 @@ def describe_ignored_schemes(config: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
 
 
-def _resolve(architecture: TransformerArchitecture, adapter: Adapter, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes and settings under Llama's names with defaults filled in, and the attention's description."""
-    stated = {name: value for name, value in architecture.settings.items() if name not in _TOKENS or name not in config}
-    return stated | {
-        "attention": architecture.diff_spec.to_dict()
-        | {"kv_repeats": adapter.kv_repeats, "output": adapter.source_name(_OUTPUT).split(".")[2]}
-    }
-
-
 @cache
-def _source() -> str:
-    return (Path(__file__).parent / MODELLING_FILE).read_text(encoding="utf-8")
+def _source(file: str) -> str:
+    return (Path(__file__).parent / file).read_text(encoding="utf-8")

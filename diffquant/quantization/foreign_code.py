@@ -19,10 +19,10 @@ from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
 from diffquant.quantization.engine_folder import (
-    AUTO_MAP,
-    MODELLING_FILE,
-    can_use_modelling_file,
+    MODELLING_FILES,
     config_for_engines,
+    find_modelling_file,
+    make_auto_map,
     make_modelling_text,
 )
 from diffquant.support.files import write_atomically
@@ -77,12 +77,13 @@ def check_no_foreign_code(folder: Path, config: Mapping[str, Any], adapter: Adap
         CheckpointError: one of these does not hold.
     """
     instead = f"leave out {option_name('implementation', 'folder')}"
-    if adapter is None or not can_use_modelling_file(config, adapter):
+    file = find_modelling_file(config, adapter)
+    if adapter is None or not file:
         raise CheckpointError(
             f"{folder} has model_type {config.get('model_type')!r}, and diffquant has no modelling file for that: "
             f"{instead}"
         )
-    if not (folder / MODELLING_FILE).exists():
+    if not (folder / file).exists():
         raise CheckpointError(f"{folder} has no modelling file: {instead}")
     ours = config_for_engines(config, adapter)
     problems = [
@@ -93,9 +94,9 @@ def check_no_foreign_code(folder: Path, config: Mapping[str, Any], adapter: Adap
     method = (config.get("quantization_config") or {}).get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
         problems.append(f"quant_method {json.dumps(method)} of {_CONFIG}")
-    code = make_modelling_text(config["model_type"]).encode()
+    code = make_modelling_text(file, config["model_type"]).encode()
     for path in _entries(folder):
-        problems += [f"{path.relative_to(folder)}{problem}" for problem in _find_problems(folder, path, code)]
+        problems += [f"{path.relative_to(folder)}{problem}" for problem in _find_problems(folder, path, file, code)]
     if problems:
         raise CheckpointError(
             f"{folder} contains or refers to code that is not this version of diffquant's, and "
@@ -104,14 +105,14 @@ def check_no_foreign_code(folder: Path, config: Mapping[str, Any], adapter: Adap
         )
 
 
-def _find_problems(folder: Path, path: Path, code: bytes) -> Iterator[str]:
+def _find_problems(folder: Path, path: Path, modelling_file: str, code: bytes) -> Iterator[str]:
     """Yield the problems of a file or link in a trusted folder, as messages to append to its name."""
     name = path.name.casefold()
     if path.is_symlink() and not is_inside_folder_or_cache(folder, path):
         yield ", a link out of the folder"
     elif not path.is_file():
         yield ", which is not a regular file"
-    elif path == folder / MODELLING_FILE:
+    elif path == folder / modelling_file:
         if path.stat().st_size != len(code) or path.read_bytes() != code:
             yield ""
     elif name.endswith(_MODULES):
@@ -181,8 +182,9 @@ def _is_known_tokenizer(name: Any) -> bool:
 
 
 def _keys(found: list[tuple[str, Any]]) -> list[str]:
-    """Return the distinct keys of entries that name code, except diffquant's `auto_map`."""
-    return list(dict.fromkeys(key for key, value in found if (key, value) != ("auto_map", AUTO_MAP)))
+    """Return the distinct keys of entries that name code, except an `auto_map` of diffquant's."""
+    ours = [("auto_map", make_auto_map(file)) for file in MODELLING_FILES]
+    return list(dict.fromkeys(entry[0] for entry in found if entry not in ours))
 
 
 def describe_removed_code(left_out: Sequence[str], folder: Path) -> tuple[str, ...]:

@@ -197,7 +197,7 @@ def _with_cache_scales(
     """Return the plan with scales of the cache if engines can have it, or with a note if another one of e4m3 could."""
     if calibrate is None or not isinstance(source, Source):
         return plan
-    if not can_engines_use_cache(plan.recipe) or not can_engines_run(source.checkpoint.config, source.adapter):
+    if not can_engines_use_cache(plan.recipe) or not can_engines_run(source.adapter):
         asked = {scheme.format.name for target in ("k", "v") for scheme in plan.recipe.schemes_of(target)}
         return replace(plan, notes=(*plan.notes, _ONLY_HERE)) if "e4m3" in asked else plan
     try:

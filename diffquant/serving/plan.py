@@ -19,8 +19,8 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import TransformerArchitecture
 from diffquant.model.motif3.architecture import Motif3Architecture
 from diffquant.quantization.engine_folder import (
-    can_use_modelling_file,
     config_for_engines,
+    find_modelling_file,
     require_vllm_rope,
     require_vllm_support,
 )
@@ -158,6 +158,11 @@ def plan_server(
         command += ["--attention-backend", "CPU_MLA", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
         command += ["--max-num-batched-tokens", command[command.index("--max-model-len") + 1]]
     if implementation == "folder":
+        if not _is_compiled(adapter):
+            raise UsageError(
+                f"vLLM runs {config['model_type']} only by the plugin: leave out "
+                f"{option_name('implementation', 'folder')}"
+            )
         check_no_foreign_code(checkpoint.path, config, adapter)
         command += ["--model-impl", "transformers", "--trust-remote-code"]
     shown = f"[{host}]" if ":" in host else host
@@ -176,7 +181,7 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
     """
     if not can_compile_and_shard(adapter):
         raise UsageError(f"{config['model_type']} is served on one rank: leave out {option_name('ranks', ranks)}")
-    if not can_use_modelling_file(config, adapter):
+    if not find_modelling_file(config, adapter):
         return
     # Imported here, since both import transformers' models, which other folders do not need.
     from diffquant.quantization.modeling_diffquant import DiffConfig

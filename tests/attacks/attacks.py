@@ -94,7 +94,7 @@ def _model_type(folder: Path) -> None:
     """Code that is diffquant's own but for what the model_type adds."""
     kind = 'x"; open("EXECUTED", "w").close(); Z = "'
     edit_json(folder / "config.json", model_type=kind)
-    (folder / "modeling_diffquant.py").write_text(make_modelling_text(kind))
+    (folder / "modeling_diffquant.py").write_text(make_modelling_text("modeling_diffquant.py", kind))
 
 
 def _entry(**entry: Any) -> Callable[[Path], object]:

@@ -97,7 +97,7 @@ def test_a_step_of_training_reaches_every_parameter():
 def test_lambda_and_what_a_recipe_rounds_keep_their_float32(recipe):
     model = ours(random_diffllama())
     model.apply_recipe(Recipe.of(**recipe))
-    attention, layout = model.attentions[0], model.attentions[0].layout
+    attention, layout = model.attention_modules[0], model.attention_modules[0].layout
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, heads, 9, width, generator=generator).bfloat16()

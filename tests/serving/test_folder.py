@@ -16,19 +16,21 @@ import diffquant
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization import modeling_diffquant
-from diffquant.quantization.engine_folder import MODELLING_FILE, config_for_engines, make_modelling_text
+from diffquant.quantization.engine_folder import config_for_engines, make_modelling_text
 from tests.support import tiny_lm
-from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, write_checkpoint
+from tests.support.checkpoints import MOTIF, NATIVE, PHI4FLASH, SIZES, UNILM, edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 from tests.support.thorough import thorough
 from tests.vllm.answers import record
 
-SOURCES = ["diffllama", *UNILM, *MOTIF, *NATIVE]
+SOURCES = ["diffllama", *UNILM, *MOTIF, *NATIVE, *PHI4FLASH]
+MODELLING_FILE = "modeling_diffquant.py"
 RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:row"}}
 CONFIGS = {"diffllama": SIZES | {"model_type": "diffllama"}, **UNILM, **MOTIF}
 # One recipe of each source in turn, and what is read batched; others are thorough.
-QUICK = [("diffllama", "16"), ("unilm-v2", "16"), *zip(SOURCES, cycle(["4", "8"]), strict=False)]
+WHOLE = ["diffllama", "unilm-v2", "phi4flash"]
+QUICK = [*product(WHOLE, ["16"]), ("phi4flash", "8"), *zip(SOURCES, cycle(["4", "8"]), strict=False)]
 REST = [pair for pair in product(SOURCES, RECIPES) if pair not in QUICK]
 # The angles of positions are float32 in both, and sums run in another order.
 CLOSE = 1e-4
@@ -140,7 +142,7 @@ def alone(tmp_path_factory):
 
 
 def check_alone(found, source, bits):
-    assert found["class"] == MODELLING_FILE.removesuffix(".py")
+    assert found["class"] == ("modeling_sambay" if source == "phi4flash" else "modeling_diffquant")
     furthest, is_same = max(*found["sdpa"], *found["eager"]), found["tokens None"] and found["tokens static"]
     record("transformers", source, bits, furthest, is_same)
     assert furthest < CLOSE
@@ -221,17 +223,33 @@ def test_lambda_is_as_exact_under_autocast():
             assert torch.equal(attention._difference(*maps, maps[0]), plain)
 
 
-@in_one_test("source", ["unilm-v2", "phi4flash", "llama"])
+@in_one_test("source", ["unilm-v2", "phi4flash", "motif3", "llama"])
 def test_the_record_has_the_digest_of_the_code_that_travels(tmp_path, source):
     diffquant.quantize(write_checkpoint(tmp_path / "model", source), tmp_path / "out", {"weights": "8:row"})
     code = json.loads((tmp_path / "out/diffquant.json").read_text()).get("code", {})
     travelling = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (tmp_path / "out").glob("*.py")}
     assert code == travelling
-    assert bool(code) == (source == "unilm-v2")
+    assert bool(code) == (source in ("unilm-v2", "phi4flash"))
+
+
+def test_a_strangers_code_is_not_carried_where_ours_serves(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "motif")
+    (source / MODELLING_FILE).write_text("raise SystemExit('not this one')")
+    (source / "modeling_motif.py").write_text("raise SystemExit('nor this')")
+    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_motif.Motif"})
+    diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
+    assert [file.name for file in (tmp_path / "out").glob("*.py")] == [MODELLING_FILE]
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text(MODELLING_FILE, "Motif")
+    assert "source's own code is not part of this folder" in (card := (tmp_path / "out/README.md").read_text())
+    assert "`modeling_motif.py`" in card
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert set(config["auto_map"].values()) == {
+        f"modeling_diffquant.{name}" for name in ("DiffConfig", "DiffModel", "DiffForCausalLM")
+    }
 
 
 def test_our_files_name_is_refused_where_ours_does_not_serve(tmp_path):
-    source = write_checkpoint(tmp_path / "model", "phi4flash")
+    source = write_checkpoint(tmp_path / "model", "motif3")
     (source / MODELLING_FILE).write_text("pass")
     with pytest.raises(CheckpointError, match=rf"{MODELLING_FILE}.*rename"):
         diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
@@ -243,7 +261,7 @@ def test_a_converted_folder_opens_too(tmp_path):
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["DiffForCausalLM"]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
-    assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text("diff_v2")
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text(MODELLING_FILE, "diff_v2")
     digest = hashlib.sha256((tmp_path / "out" / MODELLING_FILE).read_bytes()).hexdigest()
     assert json.loads((tmp_path / "out/diffquant.json").read_text())["code"] == {MODELLING_FILE: digest}
 

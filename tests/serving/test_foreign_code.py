@@ -16,10 +16,10 @@ import diffquant
 from diffquant.checkpoints.tokenizer import load_tokenizer
 from diffquant.errors import CheckpointError
 from diffquant.measure.sweep.workers import WorkerProcess
-from diffquant.quantization.engine_folder import AUTO_MAP, MODELLING_FILE, make_modelling_text
+from diffquant.quantization.engine_folder import MODELLING_FILES, make_auto_map, make_modelling_text
 from diffquant.quantization.foreign_code import remove_code_entries
 from diffquant.serving.plan import plan_server
-from tests.serving.test_plan import ASKED, POCKET, vllm  # noqa: F401
+from tests.serving.test_plan import ASKED, MODELLING_FILE, POCKET, vllm  # noqa: F401
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.tables import in_one_test
@@ -71,7 +71,7 @@ def injected(model, evil):
     name = f'x"; open({str(evil / "ran-injected")!r}, "w").close(); Z = "'
     edit_json(model / "config.json", model_type=name)
     (model / MODELLING_FILE).write_text(
-        make_modelling_text("diff_v2").replace('MODEL_TYPE = "diff_v2"', f'MODEL_TYPE = "{name}"')
+        make_modelling_text(MODELLING_FILE, "diff_v2").replace('MODEL_TYPE = "diff_v2"', f'MODEL_TYPE = "{name}"')
     )
 
 
@@ -165,7 +165,10 @@ REFUSED = {
     "a nested config": (changed("config.json", text_config={"auto_map": {"AutoModel": "a.B"}}), "auto_map"),
     "a list": (changed("tokenizer_config.json", auto_map=["a.B", None]), "tokenizer_config.json with auto_map"),
     "none": (changed("config.json", auto_map=None), "auto_map null"),
-    "more": (changed("config.json", auto_map=AUTO_MAP | {"AutoModelForSequenceClassification": "a.B"}), "auto_map"),
+    "more": (
+        changed("config.json", auto_map=make_auto_map(MODELLING_FILE) | {"AutoModelForSequenceClassification": "a.B"}),
+        "auto_map",
+    ),
     "architectures": (changed("config.json", architectures=["KimiK25ForConditionalGeneration"]), "KimiK25"),
     "pipelines": (changed("config.json", custom_pipelines={"x": {"impl": "a.B"}}), "custom_pipelines"),
     "kernels": (changed("config.json", _attn_implementation="evilorg/kernel"), "_attn_implementation"),
@@ -231,14 +234,16 @@ def test_a_download_caches_links_to_its_own_blobs_are_followed_and_checked(vllm,
 def test_a_model_that_the_modelling_file_does_not_run_is_refused(vllm, ours, tmp_path, model_type):  # noqa: F811
     model = shutil.copytree(ours, tmp_path / "model")
     edit_json(model / "config.json", model_type=model_type)
-    (model / MODELLING_FILE).write_text(make_modelling_text(model_type))
+    (model / MODELLING_FILE).write_text(make_modelling_text(MODELLING_FILE, model_type))
     with pytest.raises(diffquant.errors.DiffQuantError):
         plan_server(model, **FOLDER)
 
 
-def test_a_model_type_is_text_of_the_modelling_file_whatever_it_holds():
+@in_one_test("file", MODELLING_FILES)
+def test_a_model_type_is_text_of_the_modelling_file_whatever_it_holds(file):
     scope = {}
-    line = next(line for line in make_modelling_text('"; 1 / 0; "\n').splitlines() if line.startswith("MODEL_TYPE"))
+    text = make_modelling_text(file, '"; 1 / 0; "\n')
+    line = next(line for line in text.splitlines() if line.startswith("MODEL_TYPE"))
     exec(line, scope)
     assert scope["MODEL_TYPE"] == '"; 1 / 0; "\n'
 
@@ -310,7 +315,7 @@ def test_what_names_a_strangers_code_is_not_carried_into_a_folder_to_trust(poiso
     assert [file.name for file in (tmp_path / "out").rglob("*.py")] == [MODELLING_FILE]
     assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text("diff_v2")
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["auto_map"] == AUTO_MAP
+    assert config["auto_map"] == make_auto_map(MODELLING_FILE)
     assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"top_k": 5}
     processor = json.loads((tmp_path / "out/processor_config.json").read_text())
     assert processor == {"image_processor": {}, "kept": [1, "é"]}
@@ -358,8 +363,8 @@ def test_a_tokenizer_that_needs_the_code_is_said_not_to_open(tmp_path):
 
 
 def test_an_architecture_that_is_not_run_names_no_code_either(tmp_path):
-    source = write_checkpoint(tmp_path / "source", "phi4flash")
-    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_phi4flash.Phi4Flash"})
+    source = write_checkpoint(tmp_path / "source", "motif3")
+    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_motif.MotifForCausalLM"})
     report = diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
     assert "auto_map" not in json.loads((tmp_path / "out/config.json").read_text())
     assert "auto_map of config.json" in str(report)

@@ -23,7 +23,7 @@ from diffquant.data import pocket_models
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import adapter_for
-from diffquant.quantization.engine_folder import MODELLING_FILE, require_vllm_support
+from diffquant.quantization.engine_folder import require_vllm_support
 from diffquant.serving.cache import plan_capacity
 from diffquant.serving.plan import plan_server
 from diffquant.serving.server import _wait_until_ready, check_cpu
@@ -35,6 +35,7 @@ from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.tables import in_one_test
 
 ROOT = Path(__file__).parents[2]
+MODELLING_FILE = "modeling_diffquant.py"
 GIGABYTE = 1 << 30
 POCKET = next(path for path in pocket_models("needle") if path.name.endswith("v2"))
 ASKED = {"host": "127.0.0.1", "port": 8000, "context": None, "cache": "recipe", "dtype": None, "ranks": 1}
@@ -239,7 +240,7 @@ def test_diffquants_own_decoders_are_served_on_one_rank_without_compilation(vllm
     assert ("--no-enable-chunked-prefill" in plan.command) == (source == "motif3")
     with pytest.raises(UsageError, match="is served on one rank: leave out ranks=2"):
         plan_server(model, **ASKED | {"ranks": 2})
-    with pytest.raises(CheckpointError, match="no modelling file for that: leave out implementation='folder'"):
+    with pytest.raises(UsageError, match="only by the plugin: leave out implementation='folder'"):
         plan_server(model, **ASKED | {"implementation": "folder"})
 
 

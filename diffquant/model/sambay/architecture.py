@@ -176,6 +176,7 @@ class SambaYArchitecture(Architecture):
     model = "diffquant.model.sambay.modeling:SambaY"
     export = "diffquant.onnx.architectures.sambay:SambaYDecoder"
     served = "diffquant.serving.vllm.sambay:SambaYForCausalLM"
+    modelling_file = "modeling_sambay.py"
 
     layer_norm_eps: float
     sliding_window: int | None
