@@ -158,7 +158,7 @@ def plan_server(
         command += ["--attention-backend", "CPU_MLA", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
         command += ["--max-num-batched-tokens", command[command.index("--max-model-len") + 1]]
     if implementation == "folder":
-        if not _is_compiled(adapter):
+        if not can_compile_and_shard(adapter):
             raise UsageError(
                 f"vLLM runs {config['model_type']} only by the plugin: leave out "
                 f"{option_name('implementation', 'folder')}"

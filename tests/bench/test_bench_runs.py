@@ -47,7 +47,7 @@ def test_a_graph_keeps_what_it_was_captured_of(monkeypatch):
     assert turn() == 2 / 3
     assert replayed == [True] * 4
     with pytest.raises(UsageError, match="only CUDA devices have graphs"):
-        measuring.prepare(lambda: None, graph=True)
+        measuring.make_timer(lambda: None, graph=True)
 
 
 def test_bench_writes_tables_plots_and_a_report_and_compares(tmp_path):

@@ -18,7 +18,7 @@ from tests.support import tiny_lm
 
 
 class Cache:
-    def select_sequences(self, indices):
+    def batch_select_indices(self, indices):
         pass
 
     def branch(self):
