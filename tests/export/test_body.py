@@ -121,7 +121,7 @@ def test_the_pure_body_is_standard_onnx(case):
 
 
 def test_what_a_body_cannot_compute_is_refused():
-    with pytest.raises(UsageError, match="multiples of 16 wide, not 24"):
+    with pytest.raises(UsageError, match="multiple of 16 channels, not 24"):
         make_function_body("contrib", Case(width=12).attributes, 12, 23)
     with pytest.raises(UsageError, match=r"cannot quantize them.*not 6"):
         make_function_body("contrib", Case(logits=Scheme.parse("4:row"), kv_bits=6).attributes, 16, 23)
