@@ -35,7 +35,7 @@ def rounded_as_a_gpu_does(monkeypatch):
 def has_capability():
     """Give launch code a compute capability, beside the interpreter's shared memory and processors.
 
-    Modules that launch code imports late keep what they import, so `gpu.capability` itself may not be replaced.
+    Modules that launch code imports late keep what they import, so `gpu.compute_capability` itself may not be replaced.
     """
     with ExitStack() as assumed:
         yield lambda *version: assumed.enter_context(simulate_gpu(Gpu(version, SMALLEST_SHARED_MEMORY, 8)))
