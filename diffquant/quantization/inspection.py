@@ -193,7 +193,7 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
 def _size_line(scheme: str, sizes: Mapping[str, int | None], packed_bits: Mapping[str, float]) -> str:
     """Return a line with the checkpoint's size under a scheme and the stored bits per packed weight."""
     size, bits = sizes[scheme], packed_bits.get(scheme)
-    text = format_size(size) if size else "does not fit these weights"
+    text = format_size(size) if size else "groups do not divide all weights; `plan --weights SCHEME` names one"
     return f"{scheme:>9}: {text}" + (f", packed weights {bits:.2f} stored bits each" if bits else "")
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from diffquant.errors import UsageError
 from diffquant.measure.task import Task, TaskOption
-from diffquant.support.names import import_all
+from diffquant.support.names import import_all, option_name
 
 _KINDS: dict[str, type[Task]] = {}
 
@@ -106,7 +106,8 @@ def _idle_options(tasks: Sequence[Task], values: Mapping[str, object]) -> list[s
     if not tasks or not idle:
         return []
     names = ", ".join(task.name for task in tasks)
-    return [f"{', '.join(idle)} would not affect {names}; choose from {', '.join(sorted(taken))}"]
+    given, known = (", ".join(map(option_name, each)) for each in (idle, sorted(taken)))
+    return [f"{given} would not affect {names}; choose from {known}"]
 
 
 @cache
