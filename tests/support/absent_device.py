@@ -89,5 +89,7 @@ def _use_in_launch_code(device: AbsentDevice) -> None:
     def room(size: int, _alignment: int, _stream: int | None) -> Tensor:
         return torch.empty(size, dtype=torch.int8)
 
-    vars(gpu).update(compute_capability=lambda _: divmod(device.capability, 10), shared_memory=lambda _: device.shared_memory)
+    vars(gpu).update(
+        compute_capability=lambda _: divmod(device.capability, 10), shared_memory=lambda _: device.shared_memory
+    )
     vars(online).update(_allocate=room)
