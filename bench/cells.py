@@ -75,11 +75,10 @@ class BenchCell:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Cells of one run of the bench, with its machine and settings.
+    """Cells of one run of the bench, with its environment and settings.
 
     Attributes:
         environment: device, versions, date, commit.
-        machine: speeds of the machine and the size of its cache, from `measure_roofline`.
         settings: options of the run.
         cells: measurements, ordered by section.
     """

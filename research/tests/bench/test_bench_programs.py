@@ -284,8 +284,8 @@ PROGRAMS += ["tests.support.synthetic", "research.bench.__main__"]
 def test_the_gpu_table_needs_torch_triton_and_numpy_alone():
     pytest.importorskip("triton")
     code = """
-from diffquant.benchmarks import contest, decode, linears, peers, roofline, tune, workloads
-from research.bench.gpu import groups, ratios
+from diffquant.benchmarks import contest, decode, linears, peers, workloads
+from research.bench.gpu import groups, ratios, tune
 print(len(groups.groups()), len(tune.active_configs()) > 0, *contest.SECTIONS)
 """
     command = [sys.executable, "-c", WITHOUT.format(packages=NOT_ON_GPU_MACHINES) + code]
@@ -391,8 +391,7 @@ def test_ratios_are_medians_of_turns_that_followed_one_another():
 
 def result(*cells):
     environment = {"date": "2026-01-01", "device": "a CPU", "cores": 2, "versions": {"torch": "2"}}
-    machine = {"copy": {"bytes a second": 1e9}, "matmul": {"float32": 1e12}}
-    return BenchResult(environment, machine, {"threads": 2}, cells)
+    return BenchResult(environment, {"threads": 2}, cells)
 
 
 def test_memory_is_measured_again_for_the_paths_that_are_known_and_the_result_says_so(tmp_path):
