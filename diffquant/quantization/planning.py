@@ -9,8 +9,6 @@ import torch
 
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightSource
-from diffquant.model.windowed_cache import create_storage
-from diffquant.quantization.loading import resolve_recipe
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.quantization.roundings import rounding_named
 from diffquant.recipe import Recipe
@@ -109,6 +107,9 @@ def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int,
         DiffQuantError: the recipe does not fit the checkpoint.
     """
     if source.packed:
+        # Imported here, and below, since `quantize` needs the estimate of its time, but not transformers.
+        from diffquant.quantization.loading import resolve_recipe
+
         recipe, _ = resolve_recipe(source, recipe)
         weights = source.checkpoint.nbytes
     else:
@@ -132,6 +133,8 @@ def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int,
 
 def _cache_bytes(source: Source, recipe: Recipe, tokens: int, batch: int) -> int:
     """Return the bytes of all layers' KV cache after this many tokens, and of recurrent states."""
+    from diffquant.model.windowed_cache import create_storage
+
     architecture, total = source.architecture, 0
     alike: dict[Any, int] = {}
     for layer, rows in architecture.cached_shapes.items():

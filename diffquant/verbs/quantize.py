@@ -113,7 +113,6 @@ def quantize(
         DiffQuantError: the checkpoint, the recipe or the output cannot be used; no output is left.
         KeyboardInterrupt: interrupted; finished shards are kept, and the message says how to resume.
     """
-    from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.checkpoints.corpora import open_corpora
     from diffquant.quantization.planning import estimate_seconds
     from diffquant.quantization.quantize import quantize as write
@@ -179,7 +178,7 @@ def quantize(
 
     make = partial(write, recipe=wanted, dtype=dtype, progress=shown)
     if to is None:
-        report = make(source, output, overwrite=overwrite, on_plan=tell, calibrate=calibrate_cache)
+        report = make(source, output, overwrite=overwrite, on_plan=tell, calibrate=_calibrate_cache)
     else:
         report = _as_gguf(source, Path(output), to, overwrite, shown, tell, make)
     push_folder(output, push)
@@ -298,3 +297,10 @@ def _open(
             f"bits use {option_name('overrides', 'PATTERN=16')} instead"
         )
     return source
+
+
+def _calibrate_cache(*args: Any, **kwargs: Any) -> Any:
+    # Imported where a cache is calibrated, since it imports transformers.
+    from diffquant.calib.calibration.kv_cache import calibrate_cache
+
+    return calibrate_cache(*args, **kwargs)
