@@ -77,7 +77,6 @@ class Measurement:
         kind: name inside a layer, such as "mlp.up_proj".
         elements: number of its elements; see `Unit.elements`.
         kl: KL in nats by width, the widest first; see `Sensitivity.measure_cost`.
-        attention: relative error of attention's output by width, the widest first; see `Sensitivity.measure_cost`.
         chosen: chosen width, or None if the unit is only measured and gets no width (see `find_unassigned_units`).
     """
 
@@ -87,7 +86,6 @@ class Measurement:
     kind: str
     elements: int
     kl: dict[Width, float]
-    attention: dict[Width, float | None]
     chosen: Width | None
 
 
@@ -141,11 +139,9 @@ def read_search(file: Path) -> SearchResult:
 
 
 def _measurement(unit: dict[str, Any]) -> Measurement:
-    by_width = {
-        name: {int(width) if width.isdecimal() else width: cost for width, cost in unit[name].items()}
-        for name in _BY_WIDTH
-    }
-    return Measurement(**unit | by_width)
+    known = {name: unit[name] for name in Measurement.__dataclass_fields__}  # earlier versions wrote more
+    kl = {int(width) if width.isdecimal() else width: cost for width, cost in known.pop("kl").items()}
+    return Measurement(kl=kl, **known)
 
 
 def read_searches(folder: Path) -> list[SearchResult]:
@@ -159,9 +155,6 @@ def group_searches(results: Sequence[SearchResult]) -> list[list[SearchResult]]:
     for result in results:
         groups.setdefault((result.fingerprint, *result.candidates[0].bits), []).append(result)
     return list(groups.values())
-
-
-_BY_WIDTH = ("kl", "attention")
 
 
 _UNROUNDED = 16

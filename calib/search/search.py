@@ -40,7 +40,7 @@ from diffquant.support.outputs import Journal
 from diffquant.support.progress import Progress, report_nothing
 
 # Increase it if the way a cost is measured changes, so that journals of earlier versions are not resumed.
-MEASUREMENT_FORMAT = 3
+MEASUREMENT_FORMAT = 4
 
 # Context length in tokens for the comparison of recipes.
 _CHECK_WINDOW = 512
@@ -165,8 +165,7 @@ class Search:
         """
         try:
             costs = self._costs(progress)
-            units = {u: {b: cost["kl"] for b, cost in costs[u].items()} for u in self.units}
-            chosen = allocate(units, self.budget)
+            chosen = allocate({unit: costs[unit] for unit in self.units}, self.budget)
             perplexity, candidates = self._compare(chosen, costs, progress)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
@@ -180,11 +179,10 @@ class Search:
                 layer=u.layer,
                 kind=u.kind,
                 elements=u.elements,
-                kl={b: cost["kl"] for b, cost in by.items()},
-                attention={b: cost["attention"] for b, cost in by.items()},
+                kl=by_width,
                 chosen=chosen.get(u),
             )
-            for u, by in costs.items()
+            for u, by_width in costs.items()
         }
         settings = self._key | provenance() | {"held_out": text_digest(self._held_out), "check_window": _CHECK_WINDOW}
         return SearchResult(
@@ -203,7 +201,7 @@ class Search:
         tokens = self._windows * self._window
         return Sensitivity(model, encode_windows(model, self._tokenizer, self._text, self._window, tokens))
 
-    def _costs(self, progress: Progress) -> dict[Unit, dict[Width, Any]]:
+    def _costs(self, progress: Progress) -> dict[Unit, dict[Width, float]]:
         missing = self.missing_measurements
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
@@ -215,13 +213,13 @@ class Search:
             for u in [*self.units, *self.parts]
         }
 
-    def _record(self, name: str, result: dict[str, float | None]) -> None:
+    def _record(self, name: str, result: float | dict[str, float]) -> None:
         """Check that the checkpoint has not changed, and add a measurement to the journal."""
         self.source.check_unchanged()
         self.journal.add(name, result)
 
     def _compare(
-        self, chosen: Allocation, costs: dict[Unit, dict[Width, Any]], progress: Progress
+        self, chosen: Allocation, costs: dict[Unit, dict[Width, float]], progress: Progress
     ) -> tuple[float, list[Candidate]]:
         """Measure the 16-bit model and the candidates on held-out text; return its perplexity and the candidates."""
         rivals = {"searched": chosen, "spread evenly": spread_evenly(self.units, self.widths, self.budget)}
@@ -237,7 +235,7 @@ class Search:
                     name,
                     {target: average_bits(rival, target) for target in self.targets},
                     weight_bytes(self.source, recipes[name]),
-                    sum(costs[unit][bits]["kl"] for unit, bits in rival.items()) if is_measured else None,
+                    sum(costs[unit][bits] for unit, bits in rival.items()) if is_measured else None,
                     score["kl"],
                     score["perplexity"],
                 )

@@ -1,7 +1,4 @@
-"""Sensitivity of units: the error of rounding one unit, in attention's output and in the model's predictions.
-
-Attention's output is taken after the subtraction of the maps and the norm.
-"""
+"""Sensitivity of units: how much rounding one unit changes the model's predictions."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,48 +75,29 @@ class Sensitivity:
         self.positions = torch.arange(0, ids.numel(), -(-ids.numel() * model.config.vocab_size // _EXPECTED_ENTRIES))
         self._walk = model.new_layer_runner(ids.shape[1])
         self._inputs: list[Any] = []
-        self._attention: list[Tensor | None] = []
         with torch.inference_mode(), OneDnnProducts():
             x = self._walk.embed(ids)
             for layer in self._walk.layers:
                 self._inputs.append(x)
-                x, attention = self._run_watched(layer, x)
-                self._attention.append(attention)
+                x = self._walk.run_layer(layer, x)
             self._expected = self._logits(x).log_softmax(-1)
         self.seconds = time.monotonic() - started
         if not torch.isfinite(self._expected).all():
             raise NonFiniteError(f"the model computes NaN or infinity; use {option_name('dtype', 'float32')}")
 
     @torch.inference_mode()
-    def measure_cost(self, unit: Unit, width: Width) -> dict[str, float | None]:
+    def measure_cost(self, unit: Unit, width: Width) -> float:
         """Measure the cost of rounding only this unit, by a forward pass from the unit's layer on.
 
         Returns:
-            Two costs by name. "kl" is the mean KL(16-bit model || rounded model) of the next-token distributions, in
-            nats. "attention" is the relative RMS error of the input of attention's output projection, or None if the
-            unit does not affect it.
+            The mean KL(16-bit model || rounded model) of the next-token distributions, in nats.
         """
         with OneDnnProducts():
             with quantize_unit(self.model, unit, width):
-                x, attention = self._run_watched(self._walk.layers[unit.layer], self._inputs[unit.layer])
+                x = self._walk.run_layer(self._walk.layers[unit.layer], self._inputs[unit.layer])
             for layer in self._walk.layers[unit.layer + 1 :]:
                 x = self._walk.run_layer(layer, x)
-            logits = self._logits(x)
-        wanted = self._attention[unit.layer] if unit.has_attention_cost else None
-        error = relative_rms(attention, wanted) if attention is not None and wanted is not None else None
-        return {"kl": max(self._kl(logits), 0.0), "attention": error}
-
-    def _run_watched(self, layer: Any, x: Any) -> tuple[Any, Tensor | None]:
-        """Run a layer; return its output, and the input of attention's output projection or None if it has none."""
-        inputs: list[Tensor] = []
-        output = layer.attention_output
-        if output is None:
-            return self._walk.run_layer(layer, x), None
-        hook = output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-        try:
-            return self._walk.run_layer(layer, x), inputs[0]
-        finally:
-            hook.remove()
+            return max(self._kl(self._logits(x)), 0.0)
 
     def _logits(self, x: Any) -> Tensor:
         norm = self.model.model.get_submodule(self.model.model.architecture.final_norm[0])
@@ -133,9 +111,3 @@ class Sensitivity:
             for p, q in zip(self._expected.split(_POSITIONS), logits.split(_POSITIONS), strict=True)
         ]
         return float(torch.cat(divergences).double().mean())
-
-
-def relative_rms(got: Tensor, wanted: Tensor) -> float:
-    """Return the RMS of `got` - `wanted` divided by the RMS of `wanted`."""
-    error = (got.double() - wanted.double()).square().sum()
-    return float((error / wanted.double().square().sum().clamp(min=1e-300)).sqrt())

@@ -60,13 +60,6 @@ class Unit:
         """Return the unit's scheme at a width."""
         return scheme_at(width, self.granularity, self.target)
 
-    @property
-    def has_attention_cost(self) -> bool:
-        """Whether rounding the unit affects the input of attention's output projection."""
-        return self.target != "weights" or (
-            self.kind.startswith(("self_attn.", "attn.")) and not self.kind.endswith((".o_proj", ".wo", ".out_proj"))
-        )
-
 
 def find_units(
     source: Source, targets: Sequence[str], granularity: str, widths: Sequence[Width] = INTEGERS

@@ -58,11 +58,6 @@ class DecoderLayer(nn.Module, ABC):
         """
         return None
 
-    @property
-    @abstractmethod
-    def attention_output(self) -> nn.Module | None:
-        """Output projection of the layer's attention, or None if it has no attention."""
-
 
 class Decoder(PreTrainedModel):
     """A decoder without its output head: embedding, layers and final norm, run under a recipe."""

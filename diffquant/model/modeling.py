@@ -38,10 +38,6 @@ class DiffLayer(DecoderLayer):
     def project(self, state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(self.input_layernorm(state), arguments[0])
 
-    @property
-    def attention_output(self) -> nn.Module:
-        return self.self_attn.o_proj
-
 
 # Attribute in which a decoder keeps the recorded steps of its last `generate` call; they are not a submodule.
 _GRAPHS = "_graphs"

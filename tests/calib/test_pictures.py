@@ -22,7 +22,6 @@ def search(costs=COSTS, budget="5 bits"):
             kind=kind,
             elements=64,
             kl={8: float(cost) / 100, 6: float(cost) / 10, 4: float(cost)},
-            attention={8: None, 6: None, 4: None},
             chosen=6 if cost > 0.05 else 4,
         )
         for kind, row in zip(KINDS, costs, strict=True)

@@ -130,10 +130,6 @@ class Motif3Layer(DecoderLayer):
         return turned, latent
 
     @property
-    def attention_output(self) -> nn.Module:
-        return self.self_attn.wo
-
-    @property
     def window(self) -> int | None:  # type: ignore[override]
         return self.self_attn.block.window
 

@@ -264,10 +264,6 @@ class SambaYLayer(DecoderLayer):
         )
 
     @property
-    def attention_output(self) -> nn.Module | None:
-        return self.attn.out_proj if isinstance(self.attn, SambaYAttention) else None
-
-    @property
     def window(self) -> int | None:  # type: ignore[override]
         return self.attn.window if isinstance(self.attn, SambaYAttention) else None
 
