@@ -4,13 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from diffquant.measure.sweep.findings import (
-    SMALL_KL,
-    draw_size_charts,
-    list_sizes,
-    recommend_smallest,
-    summarize_findings,
-)
+from diffquant.measure.sweep.findings import summarize_findings
 from diffquant.measure.sweep.plot import PanelRow, draw_panels, explain_bars, list_panel_rows, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
@@ -48,7 +42,6 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
     drawn = list_panel_rows(sweep)
     sections = [
         *_failures_section(sweep),
-        *_sizes_sections(sweep),
         Section("Results", [results_table(sweep), *notes(sweep)]),
         *_charts_sections(drawn),
         *_logits_section(sweep),
@@ -57,24 +50,6 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
     models = list(sweep.names.values())
     name += f": {', '.join(models) if len(models) <= 3 else f'{len(models)} models'}"
     return Report("sweep", name, summarize_findings(sweep), sweep.settings["date"], sections, files)
-
-
-def _sizes_sections(sweep: SweepResult) -> list[Section]:
-    """Make the section that recommends the smallest configuration that changes little."""
-    found = list_sizes(sweep)
-    if not found:
-        return []
-    # `quantize` cannot read a folder with packed weights, but it can read a GGUF file.
-    packed = {path for path in sweep.settings["quantized"] if not path.lower().endswith(".gguf")}
-    path_of = {name: str(model) for model, name in sweep.names.items() if str(model) not in packed}
-    drawings, keys = draw_size_charts(found)
-    table, commands = recommend_smallest(found, path_of)
-    rule = (
-        f"The table has each model's smallest configuration whose KL from 16 bits is below {SMALL_KL} nats, or 16 bits "
-        "if there is none. If a KL has a 95 % interval, its upper end counts. In the drawings lower and further left "
-        "is better; bars are 95 % intervals."
-    )
-    return [Section("Which to take", [table, commands, Charts(drawings, keys), rule])]
 
 
 def _charts_sections(drawn: Sequence[PanelRow]) -> list[Section]:

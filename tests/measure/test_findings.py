@@ -1,23 +1,17 @@
-"""What a sweep's page recommends, and what its headline says where items are too few."""
+"""What a sweep's headline says where items are too few, and what its page says of models of one name."""
 
-import shlex
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-import diffquant.measure.sweep.findings as sizes
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
-from diffquant.measure.stats import mean_interval
 from diffquant.measure.sweep.findings import summarize_findings
 from diffquant.measure.sweep.grid import SweepOptions, list_points
 from diffquant.measure.sweep.outputs import sweep_report
 from diffquant.measure.sweep.plot import list_panel_rows, plot
 from diffquant.measure.sweep.result import SweepResult, notes
-from diffquant.recipe import Recipe
-from diffquant.recipe.scheme import Scheme
 from diffquant.reports.page import render_page
 from tests.support.tables import in_one_test
 
@@ -37,51 +31,11 @@ def swept(task, result):
     return SweepResult(cells, SETTINGS)
 
 
-def text(point, spread=0.0):
+def text(point):
     kl = KL[point.bits]
-    if kl is not None and point.granularity == "tensor":
-        kl *= 1.5
-    windows = [] if kl is None else [kl - spread, kl + spread] * 4
+    windows = [] if kl is None else [kl] * 8
     by_window = {"kl_by_window": windows, "tokens_by_window": [10] * len(windows)} if windows else {}
     return {"metric": "perplexity", "perplexity": 20.0, "bits_per_byte": 1.0, "kl": kl, **by_window}
-
-
-def taken(sweep):
-    table, commands = sizes.recommend_smallest(sizes.list_sizes(sweep), {MODEL.name: str(MODEL)})
-    (row,) = table.rows
-    return row, [*commands.values()]
-
-
-def test_the_smallest_with_a_small_kl_is_taken_and_its_command_makes_it():
-    row, (command,) = taken(swept("perplexity", text))
-    assert row[:5] == ["a model", "weights", "perplexity", "4:row", "4.0 MB"]
-    words = shlex.split(command)
-    assert words[:3] == ["diffquant", "quantize", str(MODEL)]
-    scheme = words[words.index("--weights") + 1]
-    assert Recipe(weights=Scheme.parse(scheme)).weights == Scheme.parse("4:row")
-    assert words[-2:] == ["--rounding", "nearest"]
-
-
-def test_a_kl_whose_interval_is_wide_is_not_small():
-    spread = 0.025
-    assert mean_interval([0.03 - spread, 0.03 + spread] * 4).high > sizes.SMALL_KL
-    assert taken(swept("perplexity", lambda point: text(point, spread if point.bits == 4 else 0)))[0][3] == "8:row"
-
-
-def test_where_nothing_is_close_16_bits_are_kept():
-    sweep = swept("perplexity", text)
-    cells = [cell for cell in sweep.cells if cell.point.bits in (16, 3)]
-    assert taken(replace(sweep, cells=cells)) == (["a model", "weights", "perplexity", "16", "-", "-"], [])
-
-
-def test_a_page_gives_no_command_that_quantize_refuses():
-    sweep = swept("perplexity", text)
-    for quantized, is_given in (([], True), ([str(MODEL)], False), (["another"], True)):
-        told = replace(sweep, settings=SETTINGS | {"quantized": quantized})
-        assert ("diffquant quantize" in render_page(sweep_report(told, "run", []))) == is_given
-    gguf = [replace(cell, point=replace(cell.point, model=Path("a.gguf"))) for cell in sweep.cells]
-    told = replace(sweep, cells=gguf, settings=SETTINGS | {"quantized": ["a.gguf"]})
-    assert "diffquant quantize a.gguf" in render_page(sweep_report(told, "run", []))
 
 
 def items(point, n):
