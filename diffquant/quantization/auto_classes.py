@@ -6,7 +6,7 @@ transformers' registries are imported, or immediately if they are imported alrea
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -46,26 +46,14 @@ class _RegistriesFinder(MetaPathFinder):
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in others if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader, _REGISTRATIONS[fullname])
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _REGISTRATIONS[fullname]()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this import alone
         return spec
-
-
-class _RegisteringLoader(Loader):
-    """Loader that delegates to another one and calls `register` after the module has been executed."""
-
-    def __init__(self, loader: Any, register: Callable[[], None]) -> None:
-        self._loader, self._register = loader, register
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._register()
 
 
 def _register_configs() -> None:

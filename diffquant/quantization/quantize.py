@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +47,6 @@ from diffquant.support.devices import as_dtype
 from diffquant.support.installation import versions
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.terminal import PrintableResult, one_line
-
-
-class CalibrateFunction(Protocol):
-    """Type of a function that calibrates the ranges of a checkpoint's keys and values."""
-
-    def __call__(self, path: Source, *, progress: Progress) -> Ranges: ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ def quantize(
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
     on_plan: Callable[[QuantizationPlan], None] | None = None,
-    calibrate: CalibrateFunction | None = None,
+    calibrate: Callable[..., Ranges] | None = None,
     progress: Progress | None = None,
 ) -> QuantizationResult:
     """Write a quantized copy of a checkpoint.
@@ -192,7 +186,7 @@ def quantize(
 
 
 def _with_cache_scales(
-    plan: QuantizationPlan, source: Source | WeightSource, calibrate: CalibrateFunction | None, progress: Progress
+    plan: QuantizationPlan, source: Source | WeightSource, calibrate: Callable[..., Ranges] | None, progress: Progress
 ) -> QuantizationPlan:
     """Return the plan with scales of the cache if engines can have it, or with a note if another one of e4m3 could."""
     if calibrate is None or not isinstance(source, Source):

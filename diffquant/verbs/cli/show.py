@@ -134,11 +134,6 @@ def show_importing(command: str, library_prints: bool) -> Iterator[None]:
         yield
 
 
-def _import_when_called(place: str) -> Callable[[Any, Values], str]:
-    """Return a wrapper of the function "module:function" that imports it only when called."""
-    return lambda result, _: resolve_name(place)(result)
-
-
 def print_piece(piece: str) -> None:
     """Print a piece of generated text, without a line break."""
     clear_line()
@@ -177,16 +172,19 @@ def _format_bench(result: Any, _: Values) -> str:
 VIEWS = {
     "quantize": ResultView(plan=lambda plan: plan.table()),
     "search": ResultView(
-        _import_when_called("diffquant.calib.search.outputs:search_table"), plan=lambda search: search.estimate_time()
+        lambda result, _: resolve_name("diffquant.calib.search.outputs:search_table")(result),
+        plan=lambda search: search.estimate_time(),
     ),
     "calibrate": ResultView(_format_fits, _calibration_json),
     "eval": ResultView(
-        _import_when_called("diffquant.measure.sweep.run:format_results"),
+        lambda results, _: resolve_name("diffquant.measure.sweep.run:format_results")(results),
         lambda results, _: json.dumps({name: each.to_dict() for name, each in results.items()}),
     ),
     "sweep": ResultView(lambda result, _: result.table() if result.cells else None),
     "report": ResultView(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
-    "outliers": ResultView(_import_when_called("diffquant.calib.outlier_result:outlier_table")),
+    "outliers": ResultView(
+        lambda found, _: resolve_name("diffquant.calib.outlier_result:outlier_table")(found),
+    ),
     "bench": ResultView(_format_bench),
     "generate": ResultView(lambda *_: "", _continuation_json),
     "run": ResultView(lambda *_: "", _continuation_json),
