@@ -17,7 +17,7 @@ from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
 from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep
-from diffquant.measure.tasks.needle import Needle, accuracy_by_depth
+from diffquant.measure.tasks.needle import Needle
 from diffquant.measure.torch_model import TorchModel
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
@@ -168,7 +168,7 @@ def test_a_length_beyond_the_model_or_below_its_needles_is_refused(tmp_path):
         needle.evaluate_needle(TorchModel(loaded, tokenizer), data.books_text(), NeedlePlan(needles=6, lengths=(40,)))
 
 
-def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
+def test_a_sweep_pairs_needle_cells_and_counts_them_by_depth_and_length(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     options = SweepOptions(
         tasks=("needle:2", "needle:2:2"),
@@ -179,11 +179,12 @@ def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
     result = run_sweep([model], options, tmp_path / "out")
     result.require_complete()
     written = write_outputs(result, tmp_path / "out")
-    assert {path.name for path in written} - {"places.png"} == {"table.csv", "plot.png", "report.html"}
+    assert {path.name for path in written} == {"table.csv", "plot.png", "report.html"}
     full, low = json_rows(result)
     for task in ("needle:2:1", "needle:2:2"):
         assert full[f"{task} n"] == 10
         assert low[f"{task} difference"] == pytest.approx(low[f"{task} score"] - full[f"{task} score"])
         assert f"{task} retrieved" in result.table()
     for _, cell in result.cells_of(Needle):
-        assert {*accuracy_by_depth(cell)} == {(depth, length) for depth in DEPTHS for length in (120, 160)}
+        places = {(place["depth"], place["length"]) for place in cell.result.details["by_place"]}
+        assert places == {(depth, length) for depth in DEPTHS for length in (120, 160)}

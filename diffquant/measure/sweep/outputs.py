@@ -21,7 +21,7 @@ def sweep_files() -> RunFiles:
 
 
 def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
-    """Write table.csv, plot.png, each task's own plots (such as needle's places.png) and report.html.
+    """Write table.csv, plot.png, each task's own plots and report.html.
 
     Plots without data are left out. Return the paths of the written files.
     """
