@@ -7,7 +7,7 @@ from typing import Any
 from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.benchmarks.contest import SECTIONS
 from diffquant.benchmarks.plots import plot_names, plots
-from diffquant.reports.page import Block, Drawing, Report, Section, TextList, format_settings
+from diffquant.reports.page import Block, Drawing, Report, Section, format_settings
 from diffquant.reports.plots import as_svg
 from diffquant.reports.tables import Table, format_csv
 
@@ -96,7 +96,7 @@ def _headline(result: BenchResult) -> list[str]:
 def _workload(name: str, table: Table, missing: Sequence[str]) -> Section:
     blocks: list[Block] = [table] if table.rows else []
     if missing:
-        blocks.append(Section(f"{len(missing)} not measured", [TextList(missing)], folded=True))
+        blocks.append(Section(f"{len(missing)} not measured", [list(missing)], folded=True))
     return Section(name, blocks)
 
 

@@ -24,15 +24,6 @@ _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 @dataclass(frozen=True)
-class TextList:
-    """A list of lines, in red if they are errors."""
-
-    texts: Sequence[str]
-    errors: bool = False
-    kind: ClassVar[str] = "items"
-
-
-@dataclass(frozen=True)
 class Drawing:
     """A drawing, which is the only content of a page that is not escaped.
 
@@ -79,8 +70,8 @@ class Section:
     kind: ClassVar[str] = "section"
 
 
-# A str is a paragraph; a mapping is a list of names with their values.
-Block: TypeAlias = str | Mapping[str, str] | TextList | Table | Drawing | Charts | Section
+# A str is a paragraph, a list of them one of bullets; a mapping is a list of names with their values.
+Block: TypeAlias = str | list[str] | Mapping[str, str] | Table | Drawing | Charts | Section
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ import hashlib
 import re
 from html.parser import HTMLParser
 
-from diffquant.reports.page import Charts, Drawing, Report, Section, TextList, render_page, sort_value
+from diffquant.reports.page import Charts, Drawing, Report, Section, render_page, sort_value
 from diffquant.reports.plots import add_tooltip, as_svg, new_figure, series_style, style_axis
 from diffquant.reports.tables import Link, Table
 from tests.support.tables import in_one_test
@@ -39,8 +39,7 @@ def document(*blocks, name="name", headline=(), links=()):
 BLOCKS = {
     "subtitle": lambda text: Section(text, []),
     "note": str,
-    "items": lambda text: TextList([text]),
-    "errors": lambda text: TextList([text], errors=True),
+    "items": lambda text: [text],
     "heads": lambda text: Table([text, "b"], [["1", "2"]]),
     "cells": lambda text: Table(["a", "b"], [[text, "2"]], [True]),
     "links": lambda text: Table(["a"], [[Link(text, text)]]),

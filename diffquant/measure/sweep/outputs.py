@@ -8,7 +8,7 @@ from diffquant.measure.sweep.findings import summarize_findings
 from diffquant.measure.sweep.plot import PanelRow, draw_panels, explain_bars, list_panel_rows, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
-from diffquant.reports.page import Block, Charts, Report, Section, TextList, format_settings, write_run
+from diffquant.reports.page import Block, Charts, Report, Section, format_settings, write_run
 from diffquant.reports.plots import legend_entry
 from diffquant.reports.tables import Table
 from diffquant.support.outputs import RunFiles
@@ -71,7 +71,7 @@ def _failures_section(sweep: SweepResult) -> list[Section]:
     if not sweep.failed_cells:
         return []
     reasons = [f"{sweep.caption(cell)}: {cell.error}" for cell in sweep.failed_cells]
-    return [Section(f"{len(sweep.failed_cells)} of {len(sweep.cells)} cells failed", [TextList(reasons, errors=True)])]
+    return [Section(f"{len(sweep.failed_cells)} of {len(sweep.cells)} cells failed", [reasons])]
 
 
 def _logits_section(sweep: SweepResult) -> list[Section]:
