@@ -22,7 +22,7 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, report_nothing
 
 if TYPE_CHECKING:
-    from diffquant.measure.sweep.subject import Subject
+    from diffquant.measure.sweep.exported import Subject
 
 # Raise it when results get new fields, so that older cells are measured again.
 RESULT_FORMAT = 1

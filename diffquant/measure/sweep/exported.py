@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 import torch
 
@@ -141,6 +141,10 @@ class ExportedSubject:
     @cached_property
     def _opened(self) -> LanguageModel:
         return self.runtime.open(self.folder, self.device)
+
+
+# A model that a sweep measures. It holds one set of weights at a time, and none before the first cell.
+Subject: TypeAlias = CheckpointSubject | ExportedSubject
 
 
 def _folder_state(folder: Path) -> FilesState:

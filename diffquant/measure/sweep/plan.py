@@ -19,12 +19,13 @@ from diffquant.measure.sweep.cell import Run, cell_key
 from diffquant.measure.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
+    Subject,
     check_no_precision_options,
     check_on_one_device,
     make_exported_points,
 )
 from diffquant.measure.sweep.grid import OWN, SweepOptions, list_points
-from diffquant.measure.sweep.subject import CheckpointSubject, Subject
+from diffquant.measure.sweep.subject import CheckpointSubject
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
 from diffquant.recipe import Recipe

@@ -18,13 +18,14 @@ from diffquant.measure.sweep.engines import Engine
 from diffquant.measure.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
+    Subject,
     check_no_precision_options,
     check_on_one_device,
 )
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.plan import describe_work, explain_remeasuring, plan_sweep
 from diffquant.measure.sweep.result import SweepResult
-from diffquant.measure.sweep.subject import CheckpointSubject, Subject
+from diffquant.measure.sweep.subject import CheckpointSubject
 from diffquant.measure.task import Task
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable

@@ -4,7 +4,6 @@ import gc
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, Self
 
 import torch
 
@@ -30,52 +29,6 @@ from diffquant.support.files import file_digest
 from diffquant.support.installation import find_commit, list_compute_versions
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
-
-
-class Subject(Protocol):
-    """A model to measure. It holds one set of weights at a time, and none before the first cell."""
-
-    @property
-    def device(self) -> str:
-        """Name of the device that computes."""
-
-    @property
-    def peak_weight_bytes(self) -> int:
-        """Largest number of bytes of weights that it holds at once."""
-
-    def key(self, recipe: Recipe) -> JsonObject:
-        """Return everything on which a result under a recipe depends, except the task and the code."""
-
-    def python_modules(self, recipe: Recipe) -> tuple[str, ...]:
-        """Return names of the modules whose code determines a result under a recipe, except the task's module."""
-
-    def copy_to(self, device: str | None) -> Self:
-        """Return a copy with separate weights and the same results.
-
-        Args:
-            device: another device of the same kind, such as "cuda:1", or None to keep the device.
-        """
-
-    def compute_reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> ModelOutputs | None:
-        """Return the 16-bit model's outputs, with which a task compares the outputs under a recipe.
-
-        It returns None when nothing is compared: the recipe is empty, the task needs no outputs, or the sweep has no
-        16-bit model.
-        """
-
-    def measure(
-        self, task: Task, recipe: Recipe | None, reference: ModelOutputs | None, progress: Progress
-    ) -> TaskResult:
-        """Run a task, and return the result with its time and stored sizes.
-
-        Args:
-            recipe: recipe to simulate, or None to use the one that the model records.
-            reference: result of `compute_reference`.
-
-        Raises:
-            NotQuantizedError: a layer did not quantize its logits or operands.
-            CheckpointError: the model's files changed since they were opened.
-        """
 
 
 def run_timed(task: Task, model: LanguageModel, reference: ModelOutputs | None, progress: Progress) -> TaskResult:
@@ -114,9 +67,11 @@ class CheckpointSubject:
 
     @property
     def peak_weight_bytes(self) -> int:
+        """Largest number of bytes of weights that it holds at once."""
         return self.source.weight_count * self.dtype.itemsize
 
     def key(self, recipe: Recipe) -> JsonObject:
+        """Return everything on which a result under a recipe depends, except the task and the code."""
         is_static = any(recipe.is_static(target) for target in LAYER_TARGETS)
         scales = {"scales": file_digest(self.scales)} if self.scales and is_static else {}
         model = {"model": self.source.fingerprint, "recipe": recipe.to_dict()}
@@ -136,13 +91,24 @@ class CheckpointSubject:
         return {"device": torch.device(self.device).type} | attention
 
     def python_modules(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return names of the modules whose code determines a result under a recipe, except the task's module."""
         formats = {type(scheme.format).__module__ for scheme in (*recipe.schemes, *self.source.packed.values())}
         return (*MODEL_MODULES, type(rounding_named(recipe.rounding.name)).__module__, *sorted(formats))
 
     def copy_to(self, device: str | None) -> "CheckpointSubject":
+        """Return a copy with separate weights and the same results.
+
+        Args:
+            device: another device of the same kind, such as "cuda:1", or None to keep the device.
+        """
         return replace(self, device=device or self.device)
 
     def compute_reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> ModelOutputs | None:
+        """Return the 16-bit model's outputs, with which a task compares the outputs under a recipe.
+
+        It returns None when nothing is compared: the recipe is empty, the task needs no outputs, or the sweep has no
+        16-bit model.
+        """
         if recipe == Recipe() or not task.compares_with_16_bits:
             return None
         if task.name not in self._references:
@@ -153,6 +119,16 @@ class CheckpointSubject:
     def measure(
         self, task: Task, recipe: Recipe | None, reference: ModelOutputs | None, progress: Progress
     ) -> TaskResult:
+        """Run a task, and return the result with its time and stored sizes.
+
+        Args:
+            recipe: recipe to simulate, or None to use the one that the model records.
+            reference: result of `compute_reference`.
+
+        Raises:
+            NotQuantizedError: a layer did not quantize its logits or operands.
+            CheckpointError: the model's files changed since they were opened.
+        """
         model = self.model(recipe)
         result = run_timed(task, TorchModel(model, self.source.tokenizer), reference, progress)
         measured = self.source.recipe if recipe is None else recipe
