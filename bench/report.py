@@ -7,7 +7,7 @@ from typing import Any
 from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.benchmarks.contest import SECTIONS
 from diffquant.benchmarks.plots import plot_names, plots
-from diffquant.reports.page import Block, Drawing, Report, Section, format_settings
+from diffquant.reports.page import Block, Charts, Report, Section, format_settings
 from diffquant.reports.plots import as_svg
 from diffquant.reports.tables import Table, format_csv
 
@@ -64,7 +64,7 @@ def bench_report(result: BenchResult, name: str, files: Sequence[str]) -> Report
     sections = []
     for section in dict.fromkeys(section for section, _ in tables):
         mine = [drawings[plot] for plot in plot_names(section) if plot in drawings]
-        shown = [Section(title, [Drawing(as_svg(figure, title, tips))]) for title, figure, tips in mine]
+        shown = [Section(title, [Charts([("", as_svg(figure, title, tips))])]) for title, figure, tips in mine]
         shown += [_workload(workload, *table) for (of, workload), table in tables.items() if of == section]
         sections.append(Section(section, shown))
     about = Section("How it was measured", [_machine(result), *_notes(result)])

@@ -20,7 +20,7 @@ from diffquant.calib.search.result import (
 )
 from diffquant.checkpoints.source import Source
 from diffquant.errors import OutputExistsError
-from diffquant.reports.page import Charts, Drawing, Report, Section, write_run
+from diffquant.reports.page import Charts, Report, Section, write_run
 from diffquant.reports.plots import (
     Tips,
     add_tooltip,
@@ -109,7 +109,7 @@ def _section(result: SearchResult) -> Section:
         [
             candidates_table(result),
             "KL is from the 16-bit model's next-token distributions, in nats, on held-out text.",
-            Drawing(as_svg(heat_figure(result), f"{result.model}, {result.budget}: bits given to each tensor")),
+            Charts([("", as_svg(heat_figure(result), f"{result.model}, {result.budget}: bits given to each tensor"))]),
             kinds_table(result),
             "KL of a kind: the sum over its units, each rounded separately. Mbit: a million bits saved.",
             Section(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)], folded=True),

@@ -23,20 +23,8 @@ _NUMBER = re.compile(r"[+-]?(?:\d[\d,]*)?\.?\d+(?:e[+-]?\d+)?", re.IGNORECASE)
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A drawing, which is the only content of a page that is not escaped.
-
-    Attributes:
-        svg: <svg> element, as `plots.as_svg` returns it.
-        title: title above the drawing; "" for no title.
-    """
-
-    svg: str
-    title: str = ""
-    kind: ClassVar[str] = "drawing"
-
-
+# A title, "" for none, and an <svg> element of `plots.as_svg`, which is the only content of a page that is not escaped.
+Drawing = tuple[str, str]
 # A legend entry: the colour of a series, such as "#0072B2", a character shaped like its marker, and a text.
 Key = tuple[str, str, str]
 
@@ -71,7 +59,7 @@ class Section:
 
 
 # A str is a paragraph, a list of them one of bullets; a mapping is a list of names with their values.
-Block: TypeAlias = str | list[str] | Mapping[str, str] | Table | Drawing | Charts | Section
+Block: TypeAlias = str | list[str] | Mapping[str, str] | Table | Charts | Section
 
 
 @dataclass(frozen=True)

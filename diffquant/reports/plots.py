@@ -183,7 +183,7 @@ def draw_panel(size: tuple[float, float], draw: Callable[[Any, Tips], object], n
     """
     figure, tips = new_figure(*size), list[str]()
     draw(figure.subplots(), tips)
-    return Drawing(as_svg(figure, name, tips), title)
+    return title, as_svg(figure, name, tips)
 
 
 def draw_intervals(axis: Any, points: Sequence[IntervalPoint], number: int, tips: Tips | None = None) -> Any:

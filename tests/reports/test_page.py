@@ -3,7 +3,7 @@ import hashlib
 import re
 from html.parser import HTMLParser
 
-from diffquant.reports.page import Charts, Drawing, Report, Section, render_page, sort_value
+from diffquant.reports.page import Charts, Report, Section, render_page, sort_value
 from diffquant.reports.plots import add_tooltip, as_svg, new_figure, series_style, style_axis
 from diffquant.reports.tables import Link, Table
 from tests.support.tables import in_one_test
@@ -44,7 +44,7 @@ BLOCKS = {
     "cells": lambda text: Table(["a", "b"], [[text, "2"]], [True]),
     "links": lambda text: Table(["a"], [[Link(text, text)]]),
     "legends": lambda text: Charts([], [("red", "x", text)]),
-    "captions": lambda text: Drawing("<svg></svg>", text),
+    "captions": lambda text: Charts([(text, "<svg></svg>")]),
     "summary": lambda text: Section(text, ["inside"], folded=True),
     "inside a fold": lambda text: Section("summary", [Table(["a"], [[text]])], folded=True),
     "names of facts": lambda text: {text: "value"},
@@ -84,7 +84,7 @@ def test_a_drawing_is_put_in_as_it_is_and_refers_to_nothing_outside():
     figure.subplots().set_title("bits")
     drawing = as_svg(figure, "name")
     assert drawing.startswith("<svg")
-    text = document(Drawing(drawing))
+    text = document(Charts([("", drawing)]))
     assert drawing in text
     assert "<?xml" not in text
     assert text.count("<!doctype") == 1
