@@ -1,22 +1,17 @@
-"""Estimates memory from a checkpoint's headers, and how long quantizing will take."""
+"""Estimates from a checkpoint's headers the memory that its model needs."""
 
 import math
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from diffquant.checkpoints.source import Source
-from diffquant.checkpoints.weight_source import WeightSource
-from diffquant.quantization.plan import QuantizationPlan, plan_quantization
-from diffquant.quantization.roundings import rounding_named
+from diffquant.model.windowed_cache import create_storage
+from diffquant.quantization.loading import resolve_recipe
+from diffquant.quantization.plan import plan_quantization
 from diffquant.recipe import Recipe
-from diffquant.recipe.scheme import Scheme
 from diffquant.reports.tables import format_size
-from diffquant.support.devices import measure_seconds_per_weight, time_fastest
-from diffquant.support.machine import cores
-from diffquant.support.progress import report_nothing
 from diffquant.support.terminal import PrintableResult, one_line
 
 # Bytes per entry of vocabulary logits and of recurrent states, which are float32.
@@ -107,9 +102,6 @@ def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int,
         DiffQuantError: the recipe does not fit the checkpoint.
     """
     if source.packed:
-        # Imported here, and below, since `quantize` needs the estimate of its time, but not transformers.
-        from diffquant.quantization.loading import resolve_recipe
-
         recipe, _ = resolve_recipe(source, recipe)
         weights = source.checkpoint.nbytes
     else:
@@ -133,8 +125,6 @@ def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int,
 
 def _cache_bytes(source: Source, recipe: Recipe, tokens: int, batch: int) -> int:
     """Return the bytes of all layers' KV cache after this many tokens, and of recurrent states."""
-    from diffquant.model.windowed_cache import create_storage
-
     architecture, total = source.architecture, 0
     alike: dict[Any, int] = {}
     for layer, rows in architecture.cached_shapes.items():
@@ -168,30 +158,3 @@ def _work_bytes(source: Source, tokens: int, batch: int) -> int:
     rows = source.architecture.cached_shapes.values()
     entries = max((math.prod(each.keys) + math.prod(each.values) for each in rows), default=0)
     return batch * (tokens * entries * source.dtype.itemsize + source.architecture.vocab_size * _FLOAT32)
-
-
-# Shape of the block that is timed; rounding it takes a few milliseconds.
-_ROWS, _WIDTH = 64, 1024
-
-
-def estimate_seconds(source: Source | WeightSource, plan: QuantizationPlan) -> float:
-    """Estimate the seconds that packing a plan's weights takes on this machine, by timing a sample of the work.
-
-    If the rounding reads calibration data, multiplications are timed; it needs `Rounding.work` of them per weight and
-    token. Otherwise, the rounding of a few rows of random weights is timed for each scheme.
-    """
-    settings = plan.recipe.rounding
-    rounding = rounding_named(settings.name)
-    by_scheme: dict[Scheme, int] = {}
-    for tensor in plan.tensors:
-        if tensor.scheme.quantizes:
-            by_scheme[tensor.scheme] = by_scheme.get(tensor.scheme, 0) + tensor.elements
-    weights = sum(by_scheme.values())
-    if rounding.needs_text:
-        return measure_seconds_per_weight() * rounding.work * weights * rounding.count_tokens(settings)
-    round_rows = rounding.prepare(source, plan.schemes, settings, report_nothing).round
-    total = 0.0
-    for scheme, elements in by_scheme.items():
-        values = torch.randn(_ROWS, 8 * (scheme.granularity_size or _WIDTH // 8))
-        total += elements * time_fastest(partial(round_rows, "", values, scheme, torch.bfloat16)) / values.numel()
-    return total / cores()

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -98,17 +97,13 @@ _ROWS, _WIDTH = 64, 1024
 def measure_seconds_per_weight() -> float:
     """Measure the seconds that a float32 matrix product takes per weight and token, on all threads."""
     x, matrix = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
-    return time_fastest(lambda: x @ matrix) / (x.numel() * _WIDTH)
-
-
-def time_fastest(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of four calls, which other programs disturbed least."""
     seconds = []
     for _ in range(4):
         started = time.perf_counter()
-        work()
+        x @ matrix
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    # Other programs disturbed the fastest least.
+    return min(seconds) / (x.numel() * _WIDTH)
 
 
 def log_once(logger: str, level: int, message: str, *values: object) -> None:

@@ -13,7 +13,7 @@ from diffquant.recipe.presets import PRESETS
 from diffquant.recipe.recipe import is_recipe_file
 from diffquant.recipe.rounding import NEAREST, to_calibration_paths
 from diffquant.support.names import did_you_mean, option_name
-from diffquant.support.progress import Progress, format_duration, progress_for
+from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments, to_path, to_paths
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", is_positional=True)]
 Output = Annotated["Path | str", kinds.Kind(Path, "FOLDER", short="-o")]
-# Seconds of work that nobody has to be told of before.
-WORTH_SAYING = 2
 DEFAULT_RECIPE = "int4"
 # What each effort rounds by.
 EFFORTS = {"fast": "mse", "balanced": "gptq", "best": "tuned"}
@@ -114,7 +112,6 @@ def quantize(
         KeyboardInterrupt: interrupted; finished shards are kept, and the message says how to resume.
     """
     from diffquant.checkpoints.corpora import open_corpora
-    from diffquant.quantization.planning import estimate_seconds
     from diffquant.quantization.quantize import quantize as write
 
     wanted = Recipe.parse(DEFAULT_RECIPE if recipe is None else recipe)
@@ -164,15 +161,12 @@ def quantize(
         wanted = shrink_groups(source, wanted)
     if is_open:
         wanted = choose_supported_rounding(source, choose_gptq_if_small(source, wanted) if recipe is None else wanted)
-    _note_what_is_missing(source, wanted, asks_for_weights, is_open and recipe is not None)
+    _note_what_is_missing(source, wanted, asks_for_weights, is_open)
     shown = progress or progress_for("quantize")
 
     def tell(plan: "QuantizationPlan") -> None:
         if plan.schemes and wanted.rounding.text is not None:
             open_corpora(wanted.rounding.text)  # so that its errors come before messages about the work
-        seconds = estimate_seconds(source, plan) if plan.schemes else 0.0
-        if seconds >= WORTH_SAYING:
-            say(f"quantize: {len(plan.schemes)} weights by {wanted.rounding.name}, about {format_duration(seconds)}")
         if on_plan is not None:
             on_plan(plan)
 

@@ -12,7 +12,6 @@ from diffquant.recipe.presets import LIKE, PRESETS
 from diffquant.recipe.rounding import NEAREST, RoundingSettings
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import find_duplicates, option_name
-from diffquant.support.progress import format_duration
 from diffquant.verbs import kinds
 from diffquant.verbs.notes import say
 
@@ -130,14 +129,12 @@ def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
 def choose_gptq_if_small(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
     """Return the recipe with rounding gptq for small models, or if it has calibration settings; otherwise unchanged.
 
-    A model is small if at most `GPTQ_WEIGHTS` of its weights are quantized. For a larger one, print a note. Nothing
-    changes if there is an importance matrix, or if the model has packed weights, no tokenizer or an unknown
-    architecture.
+    A model is small if at most `GPTQ_WEIGHTS` of its weights are quantized. Nothing changes if there is an importance
+    matrix, or if the model has packed weights, no tokenizer or an unknown architecture.
     """
     from diffquant.checkpoints.source import Source
     from diffquant.checkpoints.tokenizer import has_tokenizer
     from diffquant.quantization.plan import plan_quantization
-    from diffquant.quantization.planning import estimate_seconds
 
     by_gptq = replace(recipe, rounding=replace(recipe.rounding, name="gptq"))
     if recipe.rounding.calibration_settings:
@@ -146,11 +143,7 @@ def choose_gptq_if_small(source: "Source | WeightSource", recipe: Recipe) -> Rec
     if has_imatrix or not isinstance(source, Source) or source.packed or not has_tokenizer(source.path):
         return recipe
     plan = plan_quantization(source, by_gptq)
-    if sum(tensor.elements for tensor in plan.packed) <= GPTQ_WEIGHTS:
-        return by_gptq
-    duration = format_duration(estimate_seconds(source, plan))
-    say(f"note: rounding by mse; {option_name('effort', 'balanced')} is more accurate and takes about {duration}")
-    return recipe
+    return by_gptq if sum(tensor.elements for tensor in plan.packed) <= GPTQ_WEIGHTS else recipe
 
 
 def choose_supported_rounding(source: "Source | WeightSource", recipe: Recipe) -> Recipe:

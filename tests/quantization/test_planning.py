@@ -8,11 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 import diffquant
-from diffquant.checkpoints.source import open_source
 from diffquant.errors import UsageError
 from diffquant.model.cache import PackedCache
-from diffquant.quantization.plan import plan_quantization
-from diffquant.quantization.planning import estimate_seconds
 from diffquant.recipe import Recipe
 from diffquant.verbs.cli import app
 from tests.support.checkpoints import write_checkpoint
@@ -212,14 +209,3 @@ def test_an_effort_beside_a_rule_and_one_that_is_none_are_refused(checkpoint, tm
         diffquant.quantize(checkpoint, tmp_path / "out", {"weights": "4:g16"}, effort="best", rounding="mse")
     with pytest.raises(UsageError, match="unknown effort 'bets'; did you mean 'best'"):
         diffquant.quantize(checkpoint, tmp_path / "out", {"weights": "4:g16"}, effort="bets")
-
-
-def test_an_estimate_grows_with_what_a_rule_reads(checkpoint):
-    source = open_source(checkpoint)
-
-    def seconds(**rounding):
-        return estimate_seconds(source, plan_quantization(source, Recipe.of(weights="4:g16", rounding=rounding)))
-
-    assert seconds(name="nearest") > 0
-    short, long = (seconds(name="gptq", tokens=tokens) for tokens in (1000, 100_000))
-    assert long > 10 * short > 0

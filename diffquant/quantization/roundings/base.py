@@ -54,7 +54,6 @@ class Rounding(ABC):
         window: default number of tokens per calibration sequence.
         row_by_row: whether it rounds each row alone and does not support a scale per tensor or block. If false, a scale
             per tensor is chosen by absmax, and every weight gets its nearest code.
-        work: cost of a method with calibration data, in multiplications per weight and token.
     """
 
     name: ClassVar[str]
@@ -62,7 +61,6 @@ class Rounding(ABC):
     options: ClassVar[frozenset[str]] = frozenset()
     window: ClassVar[int] = 512
     row_by_row: ClassVar[bool] = True
-    work: ClassVar[float] = 0.0
 
     def count_tokens(self, settings: RoundingSettings) -> int:
         """Return the number of tokens of calibration data under the given settings."""
