@@ -1,7 +1,4 @@
-"""Plots of latency, speed and memory with a panel per shape, readable in print and without colours.
-
-A section with several context lengths is plotted as lines over length, one with a single length as a row per path.
-"""
+"""Plots of latency, speed and memory over context length, a panel per shape; readable in print and without colours."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +7,8 @@ from diffquant.benchmarks.cells import BenchCell, BenchResult
 from diffquant.reports.plots import (
     IntervalPoint,
     Tips,
-    add_tooltip,
     draw_intervals,
-    escape_dollars,
     new_figure,
-    series_style,
     set_log_scale,
     style_axis,
 )
@@ -58,18 +52,12 @@ def _megabytes(cell: BenchCell) -> tuple[float, float, float] | None:
 
 
 def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> tuple[Any, Tips]:
+    from matplotlib.ticker import NullLocator
+
     panels: dict[str, list[BenchCell]] = {}
     for cell in cells:
         panels.setdefault(_panel(cell), []).append(cell)
     paths, tips = list(dict.fromkeys(cell.path for cell in cells)), list[str]()
-    if len({cell.length for cell in cells}) == 1:
-        return _dots(panels, paths, label, value, tips), tips
-    return _lines(panels, paths, label, value, tips), tips
-
-
-def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, value: Any, tips: Tips) -> Any:
-    from matplotlib.ticker import NullLocator
-
     columns = min(_PANELS_A_ROW, len(panels))
     rows = -(-len(panels) // columns)
     # The legend below the panels has two columns.
@@ -94,34 +82,7 @@ def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, val
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
-    return figure
-
-
-def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, value: Any, tips: Tips) -> Any:
-    """Plot a panel per shape, one below the other, with a row per path that shows its median and range."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    shown = {title: [cell for cell in panel if value(cell)] for title, panel in panels.items()}
-    heights = [0.8 + 0.3 * len(panel) for panel in shown.values()]
-    figure = new_figure(8.0, 0.3 + sum(heights))
-    axes = figure.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for axis, (title, panel) in zip(axes, shown.items(), strict=True):
-        for place, cell in enumerate(panel):
-            middle, low, high = value(cell)
-            style = series_style(paths.index(cell.path))
-            axis.plot([low, high], [place, place], color=style["color"], linewidth=1.4)
-            axis.plot([middle], [place], color=style["color"], marker=style["marker"], markersize=6)
-            add_tooltip(axis, tips, middle, place, f"{cell.path}: {middle:.4g} [{low:.4g}, {high:.4g}]")
-        axis.set_yticks(range(len(panel)), [escape_dollars(cell.path) for cell in panel], fontsize=8.5)
-        axis.set_ylim(len(panel) - 0.5, -0.5)
-        axis.set_title(f"{title}, {_short(panel[0].length or 0)} tokens", fontsize=10)
-        style_axis(axis, "x")
-    axes[-1].set_xscale("log")
-    axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes[-1].xaxis.set_major_formatter("{x:g}")
-    axes[-1].xaxis.set_minor_formatter(NullFormatter())
-    axes[-1].set_xlabel(label)
-    return figure
+    return figure, tips
 
 
 def _line(
