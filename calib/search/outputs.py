@@ -20,7 +20,7 @@ from diffquant.calib.search.result import (
 )
 from diffquant.checkpoints.source import Source
 from diffquant.errors import OutputExistsError
-from diffquant.reports.page import Charts, Report, Section, write_run
+from diffquant.reports.page import Charts, Report, Section, format_settings, write_run
 from diffquant.reports.plots import (
     Tips,
     add_tooltip,
@@ -86,11 +86,7 @@ def search_report(folder: Path) -> Report:
         draw_panel((6.0, 4.0), partial(draw_pareto, group), f"{group[0].model}: KL by size")
         for group in group_searches(results)
     ]
-    sections = [
-        Section("KL by size", [Charts(charts)]),
-        *map(_section, results),
-        Section("Settings", [_settings_facts(results)]),
-    ]
+    sections = [Section("KL by size", [Charts(charts)]), *map(_section, results)]
     dates = [result.settings["date"] for result in results if "date" in result.settings]
     headline = [f"{result.model}, {compare_with_uniform(result)}." for result in results]
     return Report("search", folder.absolute().name, headline, max(dates, default=""), sections, files)
@@ -113,27 +109,9 @@ def _section(result: SearchResult) -> Section:
             kinds_table(result),
             "KL of a kind: the sum over its units, each rounded separately. Mbit: a million bits saved.",
             Section(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)], folded=True),
+            Section("Settings", [format_settings(result.settings)], folded=True),
         ],
     )
-
-
-def _settings_facts(results: Sequence[SearchResult]) -> dict[str, str]:
-    """Return settings by name; if searches differ in one, each value with the budgets of its searches."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for result in results:
-        for name, value in result.settings.items():
-            entries = value.items() if isinstance(value, dict) else [("", value)]
-            for key, entry in entries:
-                if entry is not None:
-                    budgets = found.setdefault(f"{name} {key}".strip(), {})
-                    budgets.setdefault(str(entry), []).append(result.budget)
-    return {
-        name: "; ".join(
-            value if len(budgets) == len(results) else f"{value} (budget {', '.join(budgets)})"
-            for value, budgets in values.items()
-        )
-        for name, values in found.items()
-    }
 
 
 def write_search(result: SearchResult, folder: Path) -> list[Path]:

@@ -148,7 +148,13 @@ def convert(
     if opened.packed:
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
     target = adapter_for(config)
-    factors, read = _find_factors(opened, text, progress) if to == SMOOTHED else ({}, {})
+    factors: dict[str, Tensor] = {}
+    read: dict[str, Any] = {}
+    if to == SMOOTHED:
+        # Imported here, since it runs a model, which other conversions do without.
+        from diffquant.quantization.smoothing import find_smoothing_factors
+
+        factors, read = find_smoothing_factors(opened, text, progress)
     origins = {name: find_origin(to, opened, target, name, factors) for name in target.source_shapes()}
     written = dtype or checkpoint.output_dtype("model.embed_tokens.weight")
     dtype_name = str(written).removeprefix("torch.")
@@ -199,13 +205,6 @@ def convert(
         time.monotonic() - started,
         notes,
     )
-
-
-def _find_factors(source: Source, text: Sources, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Find factors of inputs; the module runs a model, which other conversions do without."""
-    from diffquant.quantization.smoothing import find_smoothing_factors
-
-    return find_smoothing_factors(source, text, progress)
 
 
 def _rounding_error(records: Mapping[str, Mapping[str, Any]]) -> float:

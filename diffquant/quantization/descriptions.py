@@ -293,17 +293,13 @@ def _account(
         **FileDigests({name: record["digest"] for name, record in records.items()}).to_dict(),
         "tensors": {
             tensor.name: {
-                **(
-                    {"format": number.name}
-                    if (number := tensor.scheme.format).integer_refusal
-                    else {"bits": number.bits}
-                ),
+                **({"format": number.name} if number.integer_refusal else {"bits": number.bits}),
                 "granularity": tensor.scheme.granularity_text,
                 "stored_bytes": tensor.stored_bytes,
                 "stored_bits": round(tensor.stored_bits, 4),
                 "relative_rms_error": errors[tensor.name],
             }
             for tensor in plan.packed
-            for numbers in [tensor.scheme.format]
+            for number in [tensor.scheme.format]
         },
     }

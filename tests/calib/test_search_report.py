@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from diffquant.calib.search.outputs import (
-    _settings_facts,
     check_same_search,
     check_search_output,
     compare_with_uniform,
@@ -98,11 +97,3 @@ def test_a_search_of_another_model_or_of_other_targets_does_not_replace_a_recipe
             match=rf"5-bits\.json is a search of {earlier.model} \(weights\); .* of {named} would replace it; choose",
         ):
             check_same_search("4.5 bits", source, targets, folder)
-
-
-def test_settings_that_searches_do_not_share_name_their_budgets():
-    shared = {"model": "m", "seed": None, "versions": {"torch": "2", "scipy": None}}
-    texts = {"4.5 bits": "their.txt", "5.5 bits": "ours.txt"}
-    searches = [SimpleNamespace(budget=budget, settings=shared | {"text": text}) for budget, text in texts.items()]
-    named = "their.txt (budget 4.5 bits); ours.txt (budget 5.5 bits)"
-    assert _settings_facts(searches) == {"model": "m", "versions torch": "2", "text": named}
