@@ -1,14 +1,14 @@
 """Converts the rotary settings of a Llama's GGUF file to transformers' `rope_parameters`, and back.
 
 llama.cpp stores linear and yarn scaling in the metadata, and Llama 3.1's scaling as one frequency divisor per channel
-pair in the tensor `rope_freqs.weight`. Llama 3.1's settings are recovered from the divisors here. The settings are
-accepted only if they reproduce the divisors.
+pair in the tensor `rope_freqs.weight`. The settings are found again by trying those that models have.
 
 Source: llama.cpp, src/llama-context.cpp and conversion of Llama; transformers/modeling_rope_utils.py.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ _THETA = 10000.0
 _SCALING = "llama.rope.scaling."
 # Divisors are stored in float32 and are computed from float32 frequencies.
 _TOLERANCE = 1e-4
+# Settings of Llama 3.1's scaling that are tried, its own first.
+_HIGH_FACTORS, _ORIGINALS = (4.0, 2.0, 6.0, 8.0), (8192, *(2**power for power in range(5, 20)))
 
 Factors = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -131,22 +133,18 @@ def _fit_llama3(factors: Factors, theta: float) -> dict[str, Any]:
     if np.allclose(factors, largest, rtol=_TOLERANCE, atol=0):
         return {} if abs(largest - 1) < _TOLERANCE else {"rope_type": "linear", "factor": largest}
     wavelengths = _wavelengths(theta, len(factors))
-    nearest, gap = None, math.inf
-    for original, high in _guesses(factors, wavelengths):
-        gaps = np.abs(llama3_factors(wavelengths, largest, high, original) / factors - 1)
-        if gaps.max() < gap:
-            nearest, gap = gaps, float(gaps.max())
-        if gap < _TOLERANCE:
+    for high, original in product(_HIGH_FACTORS, _ORIGINALS):
+        if np.allclose(llama3_factors(wavelengths, largest, high, original), factors, rtol=_TOLERANCE, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": largest,
+                # The divisors do not show it; Llama's is 1.
                 "low_freq_factor": 1.0,
                 "high_freq_factor": high,
-                "original_max_position_embeddings": int(original) if original.is_integer() else original,
+                "original_max_position_embeddings": original,
             }
-    where = "" if nearest is None else f"; the nearest settings differ at pair {int(nearest.argmax())} by {gap:.2g}"
     raise CheckpointError(
-        f"{FACTORS} has frequency divisors for {len(factors)} pairs of channels that no scaling of Llama 3 has{where}"
+        f"{FACTORS} has frequency divisors for {len(factors)} pairs of channels that no scaling of Llama 3 has"
     )
 
 
@@ -165,37 +163,6 @@ def llama3_factors(wavelengths: Factors, factor: float, high: float, original: f
     """
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
-
-
-def _guesses(factors: Factors, wavelengths: Factors) -> Iterator[tuple[float, float]]:
-    """Yield original lengths and high factors that may have given the divisors, rounded ones first.
-
-    The divisors determine two numbers: where the slope from 1 to the largest divisor begins and ends. They do not
-    determine the low factor, which is therefore taken to be Llama's, 1.
-    """
-    largest = factors.max()
-    is_between = (factors > 1 + _TOLERANCE) & (factors < largest * (1 - _TOLERANCE))
-    smooth = (1 / factors[is_between] - 1 / largest) / (1 - 1 / largest)
-    if is_between.sum() > 1:
-        # smooth = original / (high - 1) / wavelength - 1 / (high - 1)
-        inverse = 1 / wavelengths[is_between]
-        slope, offset = map(float, np.linalg.lstsq(np.stack([inverse, np.ones_like(inverse)], 1), smooth)[0])
-        # Only such a line begins and ends at positive wavelengths.
-        if slope > 1e-6 and offset < -1e-6:
-            high, original = 1 - 1 / offset, -slope / offset
-            yield float(round(original)), float(round(high))
-            yield float(round(original)), round(high, 3)
-            yield original, high
-        return
-    for high in (4.0, 2.0, 1.5, 1.2, 1.1, 1.01):
-        if is_between.any():
-            original = float(wavelengths[is_between][0] * (1 + smooth[0] * (high - 1)))
-            yield float(round(original)), high
-            yield original, high
-        else:
-            # Any length between those of the last unscaled pair and the first fully scaled pair fits.
-            last = wavelengths[factors < 1 + _TOLERANCE]
-            yield float((last.max() if len(last) else 1.0) * high * (1 + 1e-3)), high
 
 
 def _number(metadata: Mapping[str, Value], key: str, default: float) -> float:

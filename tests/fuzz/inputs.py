@@ -198,7 +198,7 @@ def _ranges(folder: Path) -> Kind:
 def _gguf(folder: Path) -> Kind:
     stated = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
     scaled = write_gguf(folder / "scaled.gguf", write_llama(folder / "scaled"), metadata=stated).read_bytes()
-    divisors = {"rope_freqs.weight": [1.0, 1.0, 1.0, 2.0, 8.0, 8.0, 8.0, 8.0]}
+    divisors = {"rope_freqs.weight": [1.0, 1.0, 1.0, 1.7096465, 8.0, 8.0, 8.0, 8.0]}
     path = write_gguf(folder / "tiny.gguf", write_llama(folder / "llama"), tensors=divisors)
     ids = torch.arange(1, 9)[None]
 
