@@ -43,7 +43,7 @@ class RangeQuality:
         layer: index of the layer.
         target: "k", "v" or "logits".
         clipped: fraction of values whose magnitude exceeds the range.
-        sqnr: signal-to-quantization-noise ratio in dB.
+        sqnr: signal-to-quantization-noise ratio in dB; infinite without an error.
     """
 
     layer: int
@@ -75,63 +75,48 @@ def measure_range_quality(
     for number, projections in enumerate(iterate_projections(model, ids, batch_tokens)):
         names = {target: f"layers.{number}.{target}" for target in CALIBRATED_TARGETS}
         ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
-        losses = _layer_losses(projections, ranges, bits, spec)
-        fits += [loss.to_quality(number, target) for target, loss in losses.items()]
+        for target, sums in _layer_sums(projections, ranges, bits, spec).items():
+            count, clipped, signal, noise = sums.tolist()
+            sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
+            fits.append(RangeQuality(number, target, clipped / max(1, count), sqnr))
         progress(number + 1, layers, "checking on held-out text")
     return fits
 
 
-class RoundingLoss:
-    """Accumulates the error of quantizing values with static ranges.
-
-    Attributes:
-        count: number of values.
-        clipped: number of values beyond their range.
-        noise: sum of the squared errors.
-    """
-
-    def __init__(self) -> None:
-        self.count = self.clipped = 0
-        self._signal = self.noise = 0.0
-
-    def add(self, values: Tensor, ranges: Tensor, bits: int) -> None:
-        """Quantize and dequantize values, and add their errors.
-
-        Args:
-            values: values of any shape.
-            ranges: largest magnitudes that codes can represent, above 0, broadcastable to `values`.
-            bits: width of the codes.
-        """
-        largest = max_code(bits)
-        ranges = ranges.to(values.device)
-        scale = ranges / largest
-        read_back = (values / scale).round_().clamp_(-largest, largest).mul_(scale)
-        self.count += values.numel()
-        self.clipped += int((values.abs() > ranges).sum())
-        self._signal += float(values.square().sum(dtype=torch.float64))
-        self.noise += float((values - read_back).square_().sum(dtype=torch.float64))
-
-    def to_quality(self, layer: int, target: str) -> RangeQuality:
-        """Return the error of all values added so far; `sqnr` is infinite if there is no error."""
-        sqnr = 10 * math.log10(self._signal / self.noise) if self._signal and self.noise else math.inf
-        return RangeQuality(layer, target, self.clipped / max(1, self.count), sqnr)
-
-
-def _layer_losses(
+def _layer_sums(
     projections: list[Projections], ranges: Mapping[str, Tensor], bits: int, spec: DiffSpec
-) -> dict[str, RoundingLoss]:
-    losses = {target: RoundingLoss() for target in ranges}
+) -> dict[str, Tensor]:
+    """Return the sums of `_rounding_sums` over one layer's batches, by target."""
+    sums = {target: torch.zeros(4, dtype=torch.float64) for target in ranges}
     for q, k, v, _ in projections:
         if "k" in ranges:
-            losses["k"].add(flatten_tokens(k), ranges["k"], bits)
+            sums["k"] += _rounding_sums(flatten_tokens(k), ranges["k"], bits)
         if "v" in ranges:
-            losses["v"].add(flatten_tokens(v), ranges["v"], bits)
+            sums["v"] += _rounding_sums(flatten_tokens(v), ranges["v"], bits)
         if "logits" in ranges:
             for first, block in iterate_unmasked_logits(q, k, spec):
-                losses["logits"].add(block.tril_(first), ranges["logits"][:, None, None], bits)
+                sums["logits"] += _rounding_sums(block.tril_(first), ranges["logits"][:, None, None], bits)
                 batch, heads, queries, keys = block.shape
-                losses["logits"].count -= block.numel() - count_visible_logits(batch * heads, queries, keys)
-    return losses
+                sums["logits"][0] -= block.numel() - count_visible_logits(batch * heads, queries, keys)
+    return sums
+
+
+def _rounding_sums(values: Tensor, ranges: Tensor, bits: int) -> Tensor:
+    """Quantize values with static ranges, and return four sums in float64 [4].
+
+    They are the number of values, the number beyond their range, and the sums of squares of values and of errors.
+
+    Args:
+        values: values of any shape.
+        ranges: largest magnitudes that codes can represent, above 0, broadcastable to `values`.
+        bits: width of the codes.
+    """
+    largest = max_code(bits)
+    ranges = ranges.to(values.device)
+    scale = ranges / largest
+    read_back = (values / scale).round_().clamp_(-largest, largest).mul_(scale)
+    signal, noise = (x.square().sum(dtype=torch.float64) for x in (values, values - read_back))
+    return torch.tensor([values.numel(), (values.abs() > ranges).sum(), signal, noise], dtype=torch.float64)
 
 
 def range_quality_table(fits: Sequence[RangeQuality], bits: int) -> str:
