@@ -61,7 +61,7 @@ def _open(given: str) -> Corpus:
     if file.is_dir() or (folder.is_dir() and not file.exists()):
         return Corpus(folder.name, weight, None, _load_rows(place, parts[0], parts[1:]))
     if name.endswith(_LINES):
-        return Corpus(name, weight, None, _JsonLines(file))
+        return Corpus(name, weight, None, _read_lines(file))
     if name.endswith(_TABLES) and file.is_file():
         return Corpus(name, weight, None, _load_rows(place, str(file.parent), (), data_files=[name]))
     is_path = Path(file.parts[0]).exists() or name.endswith((*_TABLES, ".txt", ".md"))
@@ -158,25 +158,21 @@ def _load_split(where: str, parts: Sequence[str], options: Mapping[str, Any]) ->
     return datasets.load_dataset(where, config, split=split, **options)
 
 
-class _JsonLines(Sequence[Row]):
-    """Rows of a JSONL file; each is parsed only when it is accessed."""
+def _read_lines(file: Path) -> list[Row]:
+    """Read the rows of a JSONL file.
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        lines = enumerate(load_text(file).split("\n"), 1)
-        self._lines = [(number, line) for number, line in lines if line.strip()]
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: Any) -> Any:
-        number, line = self._lines[index]
+    Raises:
+        UsageError: a line is not a JSON object.
+    """
+    rows: list[Row] = []
+    for number, line in enumerate(load_text(file).split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UsageError(
-                f"line {number} of {self._file} is not JSON ({error}); JSONL has one object a line"
-            ) from error
+            raise UsageError(f"line {number} of {file} is not JSON ({error}); JSONL has one object a line") from error
         if not isinstance(row, dict):
-            raise UsageError(f'line {number} of {self._file} is not a JSON object, such as {{"text": "..."}}')
-        return row
+            raise UsageError(f'line {number} of {file} is not a JSON object, such as {{"text": "..."}}')
+        rows.append(row)
+    return rows
