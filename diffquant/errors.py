@@ -42,10 +42,6 @@ class OutputExistsError(DiffQuantError):
     """The output already exists and may not be overwritten."""
 
 
-class NotQuantizedError(DiffQuantError):
-    """A layer that should have quantized its attention logits or operands did not."""
-
-
 class FailedCellsError(DiffQuantError):
     """A sweep or bench finished, but some of its measurements failed."""
 

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from diffquant.attention import check_backend
-from diffquant.errors import NotQuantizedError, UsageError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.model.attention import PairAttention
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder
@@ -294,7 +294,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
 
         Raises:
-            NotQuantizedError: a quantizer did not run; the message names the layers or Linears concerned.
+            DiffQuantError: a quantizer did not run; the message names the layers or Linears concerned.
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attention_modules:
@@ -307,4 +307,4 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         if unrounded := [name for name, rounding in self.input_roundings.items() if not rounding.calls]:
             faults.append(f"the recipe quantizes activations, but the inputs of {first_few(unrounded, ', ')} were not")
         if faults:
-            raise NotQuantizedError("; ".join(faults))
+            raise DiffQuantError("; ".join(faults))

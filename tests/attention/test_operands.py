@@ -11,7 +11,7 @@ from diffquant.attention import BACKENDS
 from diffquant.attention.naive import naive
 from diffquant.attention.operands import round_operands
 from diffquant.attention.registry import Backend
-from diffquant.errors import NotQuantizedError, UsageError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.family.mask import Mask
 from diffquant.recipe.scheme import FULL, Scheme
 from tests.support.checkpoints import write_checkpoint
@@ -83,7 +83,7 @@ def test_rows_read_token_by_token_are_those_of_a_whole_text(tmp_path, recipe):
 def test_every_layer_has_to_round_its_operands(tmp_path):
     model = load(write_checkpoint(tmp_path / "model", "diffllama"))
     model.apply_recipe(Recipe.of(qk="4:row", overrides={"*.layers.0.*.qk": "16"}))
-    with pytest.raises(NotQuantizedError, match="recipe quantizes queries and keys, but layers 1 did not"):
+    with pytest.raises(DiffQuantError, match="recipe quantizes queries and keys, but layers 1 did not"):
         model.check_quantizers_ran()
     model(random_ids())
     model.check_quantizers_ran()

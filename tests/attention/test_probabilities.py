@@ -13,7 +13,7 @@ from diffquant.attention import BACKENDS, attend
 from diffquant.attention.backends.blocks import attention_weights
 from diffquant.attention.logits import softmax_weights
 from diffquant.attention.operands import round_values
-from diffquant.errors import NotQuantizedError, UsageError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.measure import can_pad_left, can_share_prefixes
@@ -169,7 +169,7 @@ def test_every_layer_has_to_round_its_weights_and_values(tmp_path):
     model = load(write_checkpoint(tmp_path / "model", "diffllama"))
     model.apply_recipe(Recipe.of(p="4:row", pv="4:row", overrides={"*.layers.0.*.p": "16"}))
     said = "recipe quantizes values before P·V, but layers 0, 1 did not; .*softmax weights, but layers 1 did not"
-    with pytest.raises(NotQuantizedError, match=said):
+    with pytest.raises(DiffQuantError, match=said):
         model.check_quantizers_ran()
     model(random_ids())
     model.check_quantizers_ran()

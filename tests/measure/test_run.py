@@ -10,7 +10,7 @@ import torch
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text
 from diffquant.checkpoints.tokenizer import load_tokenizer
-from diffquant.errors import CheckpointError, FailedCellsError, NotQuantizedError, UsageError
+from diffquant.errors import CheckpointError, DiffQuantError, FailedCellsError, UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import TaskResult
@@ -290,7 +290,7 @@ def test_a_failed_cell_is_recorded_the_rest_goes_on_and_it_is_retried(model, tmp
         broken.setattr(
             DiffTransformer,
             "check_quantizers_ran",
-            lambda self: (_ for _ in ()).throw(NotQuantizedError("layer 1 did not")),
+            lambda self: (_ for _ in ()).throw(DiffQuantError("layer 1 did not")),
         )
         result = run_sweep([model], OPTIONS, tmp_path)
     assert {cell.point.target for cell in result.failed_cells} == {"logits"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffquant.errors import NotQuantizedError, UsageError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.model.cache import PackedCache, PackedStates
 from diffquant.model.windowed_cache import WindowedLayer
 from diffquant.recipe import Recipe
@@ -192,7 +192,7 @@ def test_a_layer_whose_logit_quantizer_did_not_fire_is_named():
     model.apply_recipe(Recipe.of(logits="4:row"))
     model.attention_modules[1].logits = Scheme.parse("16")
     model(random_ids())
-    with pytest.raises(NotQuantizedError, match="layers 1 did not"):
+    with pytest.raises(DiffQuantError, match="layers 1 did not"):
         model.check_quantizers_ran()
     model.apply_recipe(Recipe.of(logits="4:row"))
     model(random_ids())

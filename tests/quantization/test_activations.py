@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import diffquant
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
-from diffquant.errors import CheckpointError, GroupSizeError, NotQuantizedError, UsageError
+from diffquant.errors import CheckpointError, DiffQuantError, GroupSizeError, UsageError
 from diffquant.model.inputs import round_inputs
 from diffquant.quantization.inspection import inspect_checkpoint
 from diffquant.quantization.modeling_diffquant import DiffForCausalLM
@@ -217,7 +217,7 @@ def test_every_linear_of_a_hybrid_rounds_its_input(tmp_path):
     model = diffquant.load(
         write_checkpoint(tmp_path / "plain", next(iter(PHI4FLASH))), {"weights": "8:row", "activations": 8}
     )
-    with pytest.raises(NotQuantizedError, match="activations"):
+    with pytest.raises(DiffQuantError, match="activations"):
         model.check_quantizers_ran()
     model(random_ids())
     model.check_quantizers_ran()

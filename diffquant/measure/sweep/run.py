@@ -167,8 +167,8 @@ def evaluate(
         Results by the task's name.
 
     Raises:
-        DiffQuantError: the checkpoint, the tasks or their data cannot be read; raised before the first item.
-        NotQuantizedError: a layer did not quantize its logits or operands.
+        DiffQuantError: the checkpoint, the tasks or their data cannot be read, which is raised before the first item,
+            or a layer did not quantize its logits or operands.
     """
     device = resolve_device(options.computing_device)
     check_backend(options.attention)

@@ -126,7 +126,7 @@ class CheckpointSubject:
             reference: result of `compute_reference`.
 
         Raises:
-            NotQuantizedError: a layer did not quantize its logits or operands.
+            DiffQuantError: a layer did not quantize its logits or operands.
             CheckpointError: the model's files changed since they were opened.
         """
         model = self.model(recipe)
