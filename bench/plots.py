@@ -15,7 +15,7 @@ from diffquant.reports.plots import (
     escape_dollars,
     new_figure,
     series_style,
-    set_log_scale,
+    set_log_y_scale,
     style_axis,
 )
 
@@ -88,7 +88,7 @@ def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, val
         axis.set_xlabel("tokens of context")
         axis.set_title(title, fontsize=10)
         style_axis(axis, "both")
-    set_log_scale(axes[0, 0])
+    set_log_y_scale(axes[0, 0])
     for row in axes:
         row[0].set_ylabel(label)
     for axis in axes.flat[len(panels) :]:

@@ -5,7 +5,7 @@ from pathlib import Path
 LINKS = ("benchmarks", "calib", "onnx")
 
 
-def check_links(package: Path) -> None:
+def check_symbolic_links(package: Path) -> None:
     """Check that a package's symbolic links lead to folders.
 
     Raises:

@@ -6,7 +6,7 @@ import torch
 
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
-from diffquant.kernels.cache.decode_cut import TILES
+from diffquant.kernels.cache.decode_split import TILES
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.paged import TILES as PAGED_TILES
 from diffquant.kernels.cache.paged import decode_paged

@@ -139,7 +139,7 @@ def test_panels_that_all_show_the_same_are_one(sweep):
         (lines,) = band.lines.values()
         drawn = {line.model: [point.x for point in line.points] for line in lines}
         assert drawn == {"transformer": [8, 4, 3], "diff": [8, 4, 3]}
-    assert "all targets: same values" in report_html(same)
+    assert "every target (equal results)" in report_html(same)
 
 
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):

@@ -23,7 +23,7 @@ from diffquant.reports.plots import (
     draw_intervals,
     draw_panel,
     legend_entry,
-    set_log_scale,
+    set_log_y_scale,
     style_axis,
 )
 from diffquant.reports.tables import Table
@@ -135,7 +135,7 @@ def _draw_sizes(mine: Sequence[SizedPoint], series: Sequence[str], axis: Any, ti
         points = [IntervalPoint(each.size, kl.mean, kl.low, kl.high, each.tooltip) for each, kl in drawn]
         draw_intervals(axis, points, series.index(name), tips)
     if all(each.kl.plottable.low > 0 for each in mine):
-        set_log_scale(axis)
+        set_log_y_scale(axis)
     axis.set_xlabel(_STORED[mine[0].point.target])
     axis.set_ylabel("KL from 16 bits, nats")
     style_axis(axis)

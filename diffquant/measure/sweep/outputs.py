@@ -11,7 +11,7 @@ from diffquant.measure.sweep.findings import (
     recommend_smallest,
     summarize_findings,
 )
-from diffquant.measure.sweep.plot import PanelRow, draw_panels, explain_bars, list_panel_rows, plot
+from diffquant.measure.sweep.plot import TaskPanels, draw_panels, explain_bars, list_panel_rows, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
 from diffquant.reports.page import Block, Charts, Report, Section, TextList, format_settings, write_run
@@ -77,7 +77,7 @@ def _sizes_sections(sweep: SweepResult) -> list[Section]:
     return [Section("Which to take", [table, commands, Charts(drawings, keys), rule])]
 
 
-def _charts_sections(drawn: Sequence[PanelRow]) -> list[Section]:
+def _charts_sections(drawn: Sequence[TaskPanels]) -> list[Section]:
     """Make a section per task: its change from 16 bits, and below that its scores."""
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
     keys = [legend_entry(number, model) for number, model in enumerate(models)]
