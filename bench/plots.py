@@ -9,7 +9,7 @@ from diffquant.reports.plots import (
     Tips,
     draw_intervals,
     new_figure,
-    set_log_scale,
+    set_log_y_scale,
     style_axis,
 )
 
@@ -76,7 +76,7 @@ def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> tuple[Any, Ti
         axis.set_xlabel("tokens of context")
         axis.set_title(title, fontsize=10)
         style_axis(axis, "both")
-    set_log_scale(axes[0, 0])
+    set_log_y_scale(axes[0, 0])
     for row in axes:
         row[0].set_ylabel(label)
     for axis in axes.flat[len(panels) :]:

@@ -16,7 +16,7 @@ from diffquant.reports.plots import (
     legend_entry,
     new_figure,
     series_style,
-    set_log_scale,
+    set_log_y_scale,
     style_axis,
 )
 from diffquant.reports.tables import Table
@@ -149,7 +149,7 @@ def _drawings(outliers: Outliers, kind: str) -> list[Drawing]:
     def draw(model: ModelOutliers, axis: Any, tips: Tips) -> None:
         draw_model(axis, model, kind, tips)
         axis.set_ylim(0.8 * min(shown), 1.25 * max(shown))
-        set_log_scale(axis)
+        set_log_y_scale(axis)
         axis.set_xlabel("layer")
         axis.set_ylabel("magnitude")
 
@@ -201,7 +201,7 @@ def plot_outliers(outliers: Outliers, path: Path) -> None:
             draw_model(axis, model, kind)
             axis.set_title(escape_dollars(model.name) if kind == LOGITS else "", fontsize=10)
             axis.set_xlabel("layer" if kind == HIDDEN else "")
-        set_log_scale(row[0])
+        set_log_y_scale(row[0])
         row[0].set_ylabel(TITLES[kind])
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(STATISTICS), frameon=False, fontsize=9)

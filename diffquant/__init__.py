@@ -21,7 +21,7 @@ from diffquant.errors import DiffQuantError
 from diffquant.quantization.auto_classes import register_with_transformers
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
-from diffquant.support.installation import __version__, check_links
+from diffquant.support.installation import __version__, check_symbolic_links
 from diffquant.support.progress import show_waiting
 from diffquant.verbs import (
     bench,
@@ -100,7 +100,7 @@ def __dir__() -> list[str]:
 
 
 # A clone without symbolic links lacks packages, and should say so before one is imported.
-check_links(Path(__file__).parent)
+check_symbolic_links(Path(__file__).parent)
 register_with_transformers()
 # Since 1.29, ONNX Runtime sends telemetry unless this is set when it is first imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -29,7 +29,7 @@ from diffquant.reports.plots import (
     escape_dollars,
     new_figure,
     series_style,
-    set_log_scale,
+    set_log_y_scale,
     style_axis,
 )
 from diffquant.reports.tables import Table, format_size
@@ -231,8 +231,9 @@ def plot_pareto(results: Sequence[SearchResult], path: Path) -> None:
 
 
 def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = None) -> None:
-    """Plot searches of one model: uniform widths as a line, searched and evenly spread widths as points.
+    """Plot searches of one model: uniform widths as a line, searched widths as points.
 
+    For comparison, other points show two neighbouring widths, which take turns over the modules.
     The horizontal axis is the checkpoint's size in MB, or the targets' mean stored bits if weights are not searched.
     """
     is_stored = "weights" in results[0].candidates[0].bits
@@ -255,7 +256,7 @@ def draw_pareto(results: Sequence[SearchResult], axis: Any, tips: Tips | None = 
     # A KL is 0 if weights need no rounding at a width; it has no logarithm.
     if min(kls) > 0:
         axis.set_ylim(0.6 * min(kls), 1.8 * max(kls))
-        set_log_scale(axis)
+        set_log_y_scale(axis)
     axis.margins(x=0.18)
     axis.set_xlabel(
         "checkpoint, MB" if is_stored else f"stored bits, mean over {', '.join(results[0].candidates[0].bits)}"

@@ -91,8 +91,8 @@ def find_units(
 def find_unassigned_units(source: Source, granularity: str) -> list[Unit]:
     """Return units that are measured but get no width, ordered by layer.
 
-    These are each map's rows of the query projections, and of the key projections if the maps do not share keys. They
-    are also the matrices that stay at 16 bits unless an override names them, such as those of λ and of the gate.
+    There are two kinds: each map's rows of the query projections, and of the key projections if the maps do not share
+    keys; and matrices that stay at 16 bits unless an override names them, such as those of λ and of the gate.
 
     Args:
         source: checkpoint to search.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from diffquant.errors import CheckpointError
-from diffquant.support.plain_data import find_first_matches
+from diffquant.support.plain_data import match_names
 
 _T = TypeVar("_T")
 
@@ -67,6 +67,6 @@ def match_modules(expressions: Sequence[str], modules: Sequence[str]) -> list[in
         CheckpointError: an expression is malformed, or takes too long.
     """
     try:
-        return find_first_matches(expressions, modules)
+        return match_names(expressions, modules)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}; correct its quantization_config") from error

@@ -76,7 +76,10 @@ class Checkpoint(ABC):
         """Return `read(name)[rows]` without loading the tensor's other rows."""
 
     def read_matrix_rows(self, name: str, first: int, last: int) -> Tensor:
-        """Read rows `first` to `last` (exclusive) of a matrix [out, in], or of all experts [experts, out, in]."""
+        """Read rows `first` to `last` (exclusive) of a matrix [out, in].
+
+        Experts in one tensor [experts, out, in] are read as a matrix [experts * out, in].
+        """
         if len(self.tensors[name].shape) == 2:
             return self.read_rows(name, slice(first, last))
         # Other rows of a mapped file are not touched.

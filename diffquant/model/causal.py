@@ -162,7 +162,7 @@ class CausalModel(PreTrainedModel, GenerationMixin):
                 f"attn_implementation {name!r} is not supported; choose {', '.join(BACKEND_OF)}, or call "
                 "use_attention() with one of diffquant's backends"
             )
-        check_backend(BACKEND_OF[name], self.recipe.distinct_map_rounding)
+        check_backend(BACKEND_OF[name], self.recipe.map_rounding_choices)
         self.use_attention(BACKEND_OF[name])
 
     @classmethod
@@ -305,6 +305,8 @@ class CausalModel(PreTrainedModel, GenerationMixin):
             for what, idle in idle_by_target.items()
         ]
         if unrounded := [name for name, rounding in self.input_roundings.items() if not rounding.calls]:
-            faults.append(f"the recipe quantizes activations, but the inputs of {first_few(unrounded, ', ')} were not")
+            faults.append(
+                f"the recipe quantizes activations, but the inputs of {first_few(unrounded, ', ')} were not quantized"
+            )
         if faults:
             raise DiffQuantError("; ".join(faults))

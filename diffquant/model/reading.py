@@ -157,7 +157,7 @@ class Reading:
         """Undo `move_padding_last`: return x [B, T, E] with tokens and padding in their original order."""
         return x if self.valid is None else x.take_along_dim(self._order(self.valid).argsort(1), 1)
 
-    def mask_padding(self, step: Tensor) -> Tensor:
+    def zero_steps_at_padding(self, step: Tensor) -> Tensor:
         """Set a recurrence's step sizes [B, T, E], ordered by `move_padding_last`, to 0 at padding."""
         if self.valid_counts is None:
             return step

@@ -255,7 +255,7 @@ class Recipe:
         return any(scheme.quantizes for target in targets for scheme in self.schemes_of(target))
 
     @property
-    def distinct_map_rounding(self) -> set[bool]:
+    def map_rounding_choices(self) -> set[bool]:
         """Distinct answers, over all layers, to whether a layer rounds its attention maps (`logits` or `p`).
 
         It is {True}, {False}, or {True, False} if layers differ.

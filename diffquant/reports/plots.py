@@ -132,7 +132,7 @@ def escape_dollars(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def set_log_scale(axis: Any) -> None:
+def set_log_y_scale(axis: Any) -> None:
     """Make the y axis logarithmic, with decimal tick labels such as 0.01.
 
     Ticks are at powers of 10. If the axis spans a factor of less than 500, ticks are also at 2 and 5 times these

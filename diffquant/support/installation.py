@@ -5,15 +5,12 @@ import json
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from diffquant.errors import MissingDependencyError
 
@@ -154,6 +151,8 @@ def _declared_requirements() -> dict[str, list[str]]:
     """Return requirements under "" and by extra; a marker shows whether one belongs to another extra."""
     project = _project_file()
     if project.is_file():
+        import tomllib
+
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
         return {"": declared["dependencies"], **declared["optional-dependencies"]}
     recorded = metadata.metadata("diffquant")
@@ -165,7 +164,7 @@ def _declared_requirements() -> dict[str, list[str]]:
 _LINKS = ("benchmarks", "calib", "onnx")
 
 
-def check_links(package: Path) -> None:
+def check_symbolic_links(package: Path) -> None:
     """Check that a package's symbolic links lead to folders.
 
     Raises:
@@ -190,6 +189,10 @@ def _origin() -> str | None:
 
     Source: PEP 610, direct_url.json.
     """
+    # Imported here, since http.client and ssl, which come with it, would slow down `import diffquant`.
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
     try:
         recorded = metadata.distribution("diffquant").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

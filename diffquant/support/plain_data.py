@@ -85,7 +85,7 @@ _PLAIN = re.compile(r"(?:[\w-]|\\[.-]|\((?:[0-9]{1,4}\|)*[0-9]{1,4}\))*\$?", re.
 _NUMBERS = re.compile(r"\(([^)]*)\)")
 
 
-def find_first_matches(expressions: Sequence[str], names: Sequence[str]) -> list[int | None]:
+def match_names(expressions: Sequence[str], names: Sequence[str]) -> list[int | None]:
     """Find the first expression that matches the beginning of each name, as `re.match` does.
 
     Expressions that could run long are matched in a separate process, which ends after 2 seconds of CPU time.

@@ -88,7 +88,7 @@ class StatusLine:
         else:
             self._write(text)
 
-    def hide_briefly(self) -> None:
+    def erase(self) -> None:
         """Hide the line for a second, so that other text can be printed."""
         self._write("")
 
@@ -126,7 +126,7 @@ def clear_line() -> None:
 def hide_line_briefly() -> None:
     """Hide the status line for a second, so that other text can be printed."""
     for line in _lines:
-        line.hide_briefly()
+        line.erase()
 
 
 class TerminalProgress:

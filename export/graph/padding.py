@@ -20,7 +20,7 @@ _PLACES, _STATES_READ = "places", "states_read"
 # In graphs of earlier versions, which did not move tokens.
 _LAST_POSITION = "last_position"
 # Names of the node that fails if the mask is not supported; ONNX Runtime's error shows the name.
-_ALONE = "attention_mask is 0 for the only new token of a sequence: its last columns are those of input_ids"
+_ALONE = "attention_mask is 0 for the only new token of a sequence: set the last column, which is that token's, to 1"
 _SCALED = "attention_mask is 0 for a new token behind a cache: it would change the scale of quantized logits"
 
 

@@ -90,8 +90,8 @@ class Reference(ExportedWeights):
         """Compute a stage's outputs for several sequences.
 
         Results are reused: a stage stores its last whole sequence of each length. An input that is a prefix of a stored
-        one is not computed again. If only the positions before a sequence's entry of `firsts` are equal, the others are
-        computed.
+        one is not computed again. If it equals a stored one only before its entry of `firsts`, the positions from that
+        entry on are computed.
 
         Args:
             number: index of the stage in `stages`.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffquant.reports.plots import new_figure, series_style, set_log_scale, style_axis
+from diffquant.reports.plots import new_figure, series_style, set_log_y_scale, style_axis
 
 _RULES = {
     "nearest": "nearest (absmax)",
@@ -44,7 +44,7 @@ def plot_against_size(result: Mapping[str, Any], path: Path) -> None:
         points = [rows[name] for name in drawn]
         seen = series_style(number) | {"linestyle": "none"}
         axis.plot(*_places(points), **seen, markersize=7, markerfacecolor="none", label=label)
-    set_log_scale(axis)
+    set_log_y_scale(axis)
     axis.set_xlabel("stored bits per weight, scales included")
     axis.set_ylabel("KL from the 16-bit model, nats")
     style_axis(axis, "both")

@@ -68,7 +68,8 @@ def _sweep(inputs: Path, output: Path) -> None:
     reading = {"characters": 300, "window": 64, "stride": 64}
     grid = {"bits": (16, 4), "targets": ("logits", "weights"), "granularities": ("row",), "dtype": "float32"}
     options = SweepOptions(tasks=("perplexity",), task_options=reading, **grid)
-    write_outputs(run_sweep([inputs], options, output), output)
+    write_outputs(result := run_sweep([inputs], options, output), output)
+    result.require_complete()
 
 
 def _search(inputs: Path, output: Path) -> None:

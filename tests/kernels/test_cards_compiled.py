@@ -93,9 +93,9 @@ def test_newer_cards_take_amperes_configurations(binaries, name, most):
     ("name", "kernels"),
     [
         ("int8", ["_statistics", "_quantize", "attend_int8"]),
-        ("simulated", ["extremes", "attend_rounded"]),
+        ("simulated", ["compute_logit_extremes", "attend_rounded"]),
         ("append", ["append_tokens"]),
-        ("decode", ["decode_share", "decode_combine"]),
+        ("decode", ["decode_key_split", "decode_combine"]),
     ],
 )
 def test_more_heads_than_a_grids_second_axis_has_are_launched(binaries, name, kernels):

@@ -13,7 +13,7 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
-from diffquant.kernels.cache.decode_cut import TILES, choose_decode_config
+from diffquant.kernels.cache.decode_split import TILES, choose_decode_config
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.configs import override_configs
 from diffquant.recipe import Recipe

@@ -6,7 +6,7 @@ import torch
 
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode
-from diffquant.kernels.cache.decode_cut import TILES
+from diffquant.kernels.cache.decode_split import TILES
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.kernels.cache.paged import TILES as PAGED_TILES
 from diffquant.kernels.cache.paged import decode_paged
@@ -83,10 +83,10 @@ def test_shipped_configurations_unpack_cheaply_and_without_barriers():
     binaries = compiled(__file__)
     for name, (generation, width, recipe, capability, most) in CASES.items():
         tile = TILES[f"decode/sm_{capability}/{values_of(generation, width)}/{recipe.k.bits}"]
-        assert_cheap(binaries[name], name, "decode_share", generation, width, tile, most)
+        assert_cheap(binaries[name], name, "decode_key_split", generation, width, tile, most)
     for name, (generation, width, capability, most) in PAGED.items():
         tile = PAGED_TILES[f"paged/sm_{capability}/{values_of(generation, width)}"]
-        assert_cheap(binaries[name], name, "paged_share", generation, width, tile, most)
+        assert_cheap(binaries[name], name, "paged_key_split", generation, width, tile, most)
     for name in APPENDED:
         (kernel,) = binaries[f"append-{name}"]
         assert kernel.stack == 0, name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffquant.kernels import gpu
-from diffquant.kernels.cache.decode_cut import TILES, DecodeSplit, choose_split_count
+from diffquant.kernels.cache.decode_split import TILES, DecodeSplit, choose_split_count
 from diffquant.kernels.gpu import device_refusal, fp8_pv_refusal, survey_kernels, triton_version, warpgroup_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module

@@ -36,7 +36,14 @@ def test_a_kernel_of_each_kind_passes_its_test_as_it_is_compiled():
     pytest.importorskip("triton")
     said = ran(90, None, SAMPLE)
     assert said.startswith("." * len(SAMPLE) + " ")
-    kernels = ["attend_specialized", "decode_share", "append_tokens", "paged_share", "latent_share", "_gemv"]
+    kernels = [
+        "attend_specialized",
+        "decode_key_split",
+        "append_tokens",
+        "paged_key_split",
+        "latent_key_split",
+        "_gemv",
+    ]
     assert [kernel for kernel in kernels if f"\n{kernel}: " not in said] == []
 
 
@@ -50,7 +57,15 @@ def test_every_kernel_passes_its_tests_as_it_is_compiled():
     print(f"{WHOLE}={number}: {named(triton, capability)}")
     said = ran(capability, triton, [""])
     print(said)
-    kernels = ["prefill_v1", "prefill_v2", "attend_int8", "attend_rounded", "decode_share", "append_tokens", "_gemv"]
-    kernels += ["paged_share", "latent_share"]
+    kernels = [
+        "prefill_v1",
+        "prefill_v2",
+        "attend_int8",
+        "attend_rounded",
+        "decode_key_split",
+        "append_tokens",
+        "_gemv",
+    ]
+    kernels += ["paged_key_split", "latent_key_split"]
     kernels += ["attend_specialized", "attend_fp8_specialized"] if capability == 90 else []
     assert [kernel for kernel in kernels if f"\n{kernel}: " not in said] == []

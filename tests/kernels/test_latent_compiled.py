@@ -42,7 +42,7 @@ def test_shipped_configurations_hold_their_sums_in_registers():
     binaries = compiled(__file__)
     for name, (recipe, capability, most) in CASES.items():
         share, combine = binaries[name]
-        assert (share.kernel, combine.kernel) == ("latent_share", "decode_combine"), name
+        assert (share.kernel, combine.kernel) == ("latent_key_split", "decode_combine"), name
         assert not share.spills_in_a_main_loop(), (name, share.main_loops)
         assert combine.stack == 0, name
         assert not share.overwritten, name

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffquant.kernels.cache import append, decode, decode_cut
+from diffquant.kernels.cache import append, decode, decode_split
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.model import graphed_steps
 from diffquant.model.adapters import adapter_for
@@ -452,7 +452,7 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
     kernels = {name: Launched() for name in ("append_tokens", "decode_key_split", "decode_combine")}
     monkeypatch.setattr(append, "append_tokens", kernels["append_tokens"])
     monkeypatch.setattr(decode, "decode_key_split", kernels["decode_key_split"])
-    monkeypatch.setattr(decode_cut, "decode_combine", kernels["decode_combine"])
+    monkeypatch.setattr(decode_split, "decode_combine", kernels["decode_combine"])
     k, q = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64)
     cache = FusedCache(recipe, 1)
     starts = torch.zeros(1, dtype=torch.int32)

@@ -109,7 +109,9 @@ def test_a_seed_decides_the_order_of_windows_and_so_the_codes(checkpoint):
     unsaid, first, second = codes(), codes(seed=0), codes(seed=1)
     assert all(torch.equal(tensor, first[name]) for name, tensor in unsaid.items())
     assert any(not torch.equal(tensor, second[name]) for name, tensor in unsaid.items())
-    with pytest.raises(UsageError, match="rounding gptq has no seed; leave it out, or use tuned"):
+    with pytest.raises(
+        UsageError, match="seed affects only rows of a JSONL file or dataset, but rounding gptq reads plain text"
+    ):
         quantize(checkpoint, checkpoint.with_name("no"), Recipe.of("3:g16", rounding={"name": "gptq", "seed": 1}))
     with pytest.raises(UsageError, match="seed must be a whole number, 0 or more, got -1"):
         Recipe.of("3:g16", rounding={"name": "tuned", "seed": -1})

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from diffquant.reports.plots import set_log_scale
+from diffquant.reports.plots import set_log_y_scale
 from diffquant.reports.tables import bytes_at_16_bits, compare_size, stored_bits_per_weight
 from tests.support.tables import in_one_test
 
@@ -35,7 +35,7 @@ def test_a_source_within_a_percent_of_16_bits_is_not_set_beside_them_once_more(s
 def test_ticks_are_written_out_and_closer_where_an_axis_spans_little(limits, ticks):
     axis = Figure().subplots()
     axis.set_ylim(*limits)
-    set_log_scale(axis)
+    set_log_y_scale(axis)
     # A locator may give a tick beyond either end.
     shown = [
         axis.yaxis.get_major_formatter()(value)

@@ -33,15 +33,16 @@ def attend_blocks(
     Args:
         buffers, full, free: tuples of the buffers and barriers of Q, K and V, as in `load_tiles`.
         turns: barriers by which the two warpgroups take turns.
-        numbers: scale, log2(e) and number of code levels below the maximum, used for quantized logits.
+        numbers: scale, log2(e), and the largest magnitude of a shifted logit's code, for quantized logits.
         rows: result of `load_row_scales` for quantized logits; scales of the rows and of the key blocks for 8-bit
             codes; else the scale of all logits.
         last: number of visible keys of each row.
         y: tuple of zero accumulators [64, channels], one for each part of V's channels; more than one part only for
             8-bit codes.
         top: initial running maximum of each row.
-        done, own: number of blocks and of maps that the warpgroup processed before. The number of turns so far is
-            their sum, since a map takes one more turn than it has blocks.
+        done: number of blocks that the warpgroup has processed.
+        own: number of maps that it has processed. It has taken `done + own` turns, one more for each map than for its
+            blocks.
         KIND: three flags: logits are quantized, logits are shifted, Q and K are 8-bit codes.
         HALF: index of the warpgroup, 0 or 1.
         STAGES: number of buffers of K and of V.

@@ -17,8 +17,8 @@ from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output, list_decode_refusals
-from diffquant.kernels.cache.decode_cut import ROWS, TILES, DecodeSplit, choose_decode_config
 from diffquant.kernels.cache.decode_share import decode_key_split
+from diffquant.kernels.cache.decode_split import ROWS, TILES, DecodeSplit, choose_decode_config
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, WIDTHS, KVStore
 from diffquant.kernels.cache.stored_side import channels_in_word
 from diffquant.kernels.gpu import device_class

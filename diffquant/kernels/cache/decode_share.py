@@ -13,8 +13,8 @@ log2(scale). So softmax weights, already multiplied by V's scales, use float16's
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.decode_cut import find_program_keys, initial_sums, store_partial_sums
 from diffquant.kernels.cache.decode_span import attend_span
+from diffquant.kernels.cache.decode_split import find_program_keys, initial_sums, store_partial_sums
 from diffquant.kernels.cache.decode_tiles import load_query_tiles
 from diffquant.kernels.cache.kv_layout import channels_in_word, head_pointers, ring_pointers
 

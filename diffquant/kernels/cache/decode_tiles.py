@@ -21,8 +21,8 @@ def load_query_tiles(
 ):  # fmt: skip
     """Load the queries of a program's rows, to be multiplied with the keys of the first and of the second map.
 
-    Rows are ordered by map, then pair or noise head of the KV head, then query. Rows of the other map are 0, unless
-    the maps share keys (SHARED_K).
+    Rows are ordered by map, then pair or noise head of the KV head, then query. A map's keys meet rows of 0 in place of
+    the other map's queries, unless the maps share keys (SHARED_K).
 
     If keys are stored in 16-bit rows of pages (IN_ROWS), channels are in the order of `key_channels`. Otherwise they
     are in the order of the stored words, each of which holds FIELDS channels (see `field_channels`).

@@ -16,7 +16,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.kernels.arguments import empty_output, list_decode_refusals
-from diffquant.kernels.cache.decode_cut import DecodeSplit
+from diffquant.kernels.cache.decode_split import DecodeSplit
 from diffquant.kernels.cache.kv_store import CAPACITY_STEP, LATENT_WIDTHS, KVStore
 from diffquant.kernels.cache.latent_span import latent_key_split
 from diffquant.kernels.configs import Config, choose_config

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.attention.online import LOWEST
-from diffquant.kernels.cache.decode_cut import find_program_keys
 from diffquant.kernels.cache.decode_span import log2_of_scales
+from diffquant.kernels.cache.decode_split import find_program_keys
 from diffquant.kernels.cache.kv_layout import channels_in_word, head_pointers, load_words, ring_pointers
 from diffquant.kernels.linear.unpacking import unpack_field
 

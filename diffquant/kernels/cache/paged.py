@@ -15,8 +15,8 @@ from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import HALF_TYPES, empty_output, list_decode_refusals
-from diffquant.kernels.cache.decode_cut import ROWS, DecodeSplit, choose_decode_config, make_decode_config
 from diffquant.kernels.cache.decode_share import paged_key_split
+from diffquant.kernels.cache.decode_split import ROWS, DecodeSplit, choose_decode_config, make_decode_config
 from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT
 

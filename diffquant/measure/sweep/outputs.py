@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from diffquant.measure.sweep.findings import summarize_findings
-from diffquant.measure.sweep.plot import PanelRow, draw_panels, explain_bars, list_panel_rows, plot
+from diffquant.measure.sweep.plot import TaskPanels, draw_panels, explain_bars, list_panel_rows, plot
 from diffquant.measure.sweep.result import SweepResult, csv_table, notes, results_table
 from diffquant.measure.tasks import task_kinds
 from diffquant.reports.page import Block, Charts, Report, Section, format_settings, write_run
@@ -52,7 +52,7 @@ def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
     return Report("sweep", name, summarize_findings(sweep), sweep.settings["date"], sections, files)
 
 
-def _charts_sections(drawn: Sequence[PanelRow]) -> list[Section]:
+def _charts_sections(drawn: Sequence[TaskPanels]) -> list[Section]:
     """Make a section per task: its change from 16 bits, and below that its scores."""
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
     keys = [legend_entry(number, model) for number, model in enumerate(models)]

@@ -72,7 +72,7 @@ def plan_sweep(
         check_no_precision_options(options)
     grid = list_points(checkpoints, options) if checkpoints or not exported else []
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens_for(device))
-    check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.distinct_map_rounding))
+    check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.map_rounding_choices))
     sources = {model: open_source(model) for model in checkpoints}
     grid += [
         _recorded_point(model, source) for model, source in sources.items() if _without_weights(source) != Recipe()
@@ -209,7 +209,7 @@ def _products(run: Run, cell: Cell) -> int | None:
     if tokens is None or not isinstance(subject, CheckpointSubject) or subject.device != "cpu":
         return None
     recipe = cell.point.recipe
-    is_simulated = any(recipe.distinct_map_rounding) or recipe.qk.quantizes or recipe.pv.quantizes
+    is_simulated = any(recipe.map_rounding_choices) or recipe.qk.quantizes or recipe.pv.quantizes
     return tokens * subject.source.weight_count * (_SIMULATED if is_simulated else _PLAIN)
 
 

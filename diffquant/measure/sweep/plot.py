@@ -27,7 +27,7 @@ from diffquant.reports.plots import (
     escape_dollars,
     new_figure,
     series_style,
-    set_log_scale,
+    set_log_y_scale,
     style_axis,
 )
 
@@ -56,7 +56,7 @@ class PlottableSweep(Protocol):
 
 
 @dataclass(frozen=True)
-class PanelRow:
+class TaskPanels:
     """A row of panels for one task, which share an axis.
 
     Attributes:
@@ -78,10 +78,10 @@ class PanelRow:
         return list(dict.fromkeys(line.model for lines in self.lines.values() for line in lines))
 
 
-def list_panel_rows(sweep: PlottableSweep) -> list[PanelRow]:
+def list_panel_rows(sweep: PlottableSweep) -> list[TaskPanels]:
     """List every row of panels to draw, in the table's order of tasks; failed cells are left out."""
     found = [
-        PanelRow(task, metric, _lines(sweep, task, metric))
+        TaskPanels(task, metric, _lines(sweep, task, metric))
         for task in sweep.tasks
         for metric in task_class_named(task).columns.plotted_metrics
     ]
@@ -100,7 +100,7 @@ def plot(sweep: PlottableSweep, path: Path | BinaryIO) -> None:
     _figure(drawn).savefig(path, dpi=160)
 
 
-def draw_panels(panel_row: PanelRow, models: Sequence[str]) -> list[Drawing]:
+def draw_panels(panel_row: TaskPanels, models: Sequence[str]) -> list[Drawing]:
     """Draw each panel of a row as a separate picture, with tooltips for its values.
 
     Args:
@@ -114,12 +114,12 @@ def draw_panels(panel_row: PanelRow, models: Sequence[str]) -> list[Drawing]:
     return found
 
 
-def _draw_named(lines: Sequence[PlotLine], models: Sequence[str], band: PanelRow, axis: "Axes", tips: Tips) -> None:
+def _draw_named(lines: Sequence[PlotLine], models: Sequence[str], band: TaskPanels, axis: "Axes", tips: Tips) -> None:
     _draw(axis, lines, models, band, tips)
     axis.set_ylabel(band.metric.label)
 
 
-def explain_bars(panel_rows: Sequence[PanelRow]) -> str:
+def explain_bars(panel_rows: Sequence[TaskPanels]) -> str:
     """Return a line of text that explains the error bars and dashed lines."""
     if all(band.is_change for band in panel_rows):
         return "bars: 95 % intervals"
@@ -159,7 +159,7 @@ def _granularities(sweep: PlottableSweep) -> dict[str, set[str]]:
     return found
 
 
-def _figure(drawn: list[PanelRow]) -> "Figure":
+def _figure(drawn: list[TaskPanels]) -> "Figure":
     titles = list(dict.fromkeys(title for band in drawn for title in band.lines))
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
     # Spread the panels over the rows as evenly as possible.
@@ -184,7 +184,7 @@ def _figure(drawn: list[PanelRow]) -> "Figure":
     return figure
 
 
-def _strips(drawn: list[PanelRow], titles: list[str], columns: int) -> "Iterator[tuple[PanelRow, list[str]]]":
+def _strips(drawn: list[TaskPanels], titles: list[str], columns: int) -> "Iterator[tuple[TaskPanels, list[str]]]":
     """Yield rows of panels, `columns` titles at a time, a task's changes above its scores."""
     for task in dict.fromkeys(band.task for band in drawn):
         mine = [band for band in drawn if band.task == task]
@@ -201,7 +201,7 @@ def _handle(number: int, model: str) -> "object":
 
 
 def _draw(
-    axis: "Axes", lines: Sequence[PlotLine], models: Sequence[str], band: PanelRow, tips: Tips | None = None
+    axis: "Axes", lines: Sequence[PlotLine], models: Sequence[str], band: TaskPanels, tips: Tips | None = None
 ) -> None:
     """Draw one panel on its band's common scale."""
     widths = sorted({point.x for line in lines for point in line.points}, reverse=True)
@@ -225,14 +225,14 @@ def _draw(
     _scale(axis, band)
 
 
-def _scale(axis: "Axes", band: PanelRow) -> None:
+def _scale(axis: "Axes", band: TaskPanels) -> None:
     """Give a panel its band's scale: logarithmic, or linear and including 0 if changes are drawn."""
     lines = [line for found in band.lines.values() for line in found]
     values = [value for line in lines for value in (*line.points, line.full) if value]
     lowest, highest = min(value.y for value in values), max(value.high for value in values)
     if band.metric.is_log and lowest > 0:
         axis.set_ylim(_FLOOR * lowest, highest / _FLOOR)
-        set_log_scale(axis)
+        set_log_y_scale(axis)
         return
     bounds = [value.low for value in values] + [highest] + ([0.0] if band.is_change else [])
     margin = 0.05 * (max(bounds) - min(bounds)) or 1.0

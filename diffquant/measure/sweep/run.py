@@ -184,7 +184,7 @@ def evaluate(
         source = open_source(path)
         check_loadable(source, [] if recipe is None else [recipe])
         applied = source.recipe if recipe is None else recipe
-        check_backend(options.attention, applied.distinct_map_rounding)
+        check_backend(options.attention, applied.map_rounding_choices)
         scales = next(iter(options.scales), None)
         check_ranges_used(scales, [applied])
         subject = CheckpointSubject(source, dtype, device, options.attention, options.device_placement, scales)

@@ -129,7 +129,7 @@ class Mamba(nn.Module):
         step = softplus(linear(low, self.dt_proj.weight).to(wide) + self.dt_proj.bias.to(wide))
         wide_inputs, couplings = inputs.to(wide), (into.to(wide), out_of.to(wide), self.D.to(wide))
         decay = -self.A_log.to(wide).exp()
-        y, state = selective_scan(wide_inputs, reading.mask_padding(step), decay, *couplings, state)
+        y, state = selective_scan(wide_inputs, reading.zero_steps_at_padding(step), decay, *couplings, state)
         if states is not None:
             states.write(newest_conv_inputs(u, reading.valid_counts, earlier), state)
         return y.to(u.dtype)

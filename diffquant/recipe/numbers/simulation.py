@@ -48,18 +48,18 @@ class NonPositiveIntegers(NumberFormat):
 
     def __init__(self, both_sides: NumberFormat) -> None:
         self.name = f"{both_sides.name} below zero"
-        self.levels = tuple(range(-both_sides.step_count, 1))
+        self.levels = tuple(range(-both_sides.interval_count, 1))
 
     @property
     def clip_limit(self) -> float:
-        return self.step_count + 0.5
+        return self.interval_count + 0.5
 
     def scale_for_largest(self, largest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the scale that maps the largest magnitude, limited to `SHIFT_RANGE`, to the lowest level.
 
         Where the largest magnitude is 0 the scale is 1.
         """
-        scale = largest.clamp(max=SHIFT_RANGE) / self.step_count
+        scale = largest.clamp(max=SHIFT_RANGE) / self.interval_count
         return torch.where(scale == 0, 1.0, scale).to(dtype or scale.dtype)
 
     def round_to_absmax_levels_(self, ratio: Tensor) -> Tensor:

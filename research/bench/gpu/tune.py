@@ -81,11 +81,11 @@ def active_configs() -> dict[str, Config]:
     """Return the active configurations of all kernels by key, "kernel/device class/case"."""
     # Imported here because they need Triton, which may not be installed on a machine without a GPU.
     from diffquant.kernels.attention import prefill_int8, prefill_simulated
-    from diffquant.kernels.cache import decode_cut
+    from diffquant.kernels.cache import decode_split
     from diffquant.kernels.linear import gemm, gemv
 
     tables: list[Mapping[str, Config]] = [PREFILL]
-    tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode_cut, gemv, gemm)]
+    tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode_split, gemv, gemm)]
     return {key: choose_config(table, key) for table in tables for key in table}
 
 

@@ -84,7 +84,7 @@ class NumberFormat(ABC):
         return self.largest + (self.largest - self.levels[-2]) / 2
 
     @property
-    def step_count(self) -> int:
+    def interval_count(self) -> int:
         """Number of steps from the lowest to the largest level, one less than the number of levels."""
         return len(self.levels) - 1
 
@@ -96,7 +96,7 @@ class NumberFormat(ABC):
     @property
     def code_width(self) -> int:
         """Number of bits needed for a code."""
-        return self.step_count.bit_length()
+        return self.interval_count.bit_length()
 
     @property
     def integer_refusal(self) -> str | None:
