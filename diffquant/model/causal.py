@@ -3,7 +3,6 @@
 import inspect
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,9 +21,9 @@ from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder
 from diffquant.model.generation_modes import (
     BACKEND_OF,
+    FiniteLogitsProcessor,
     check_generation,
     max_total_length,
-    require_finite_logits,
     resolve_setting,
 )
 from diffquant.model.graphed_steps import GraphedSteps
@@ -128,8 +127,11 @@ class CausalModel(PreTrainedModel, GenerationMixin):
             graphs = self.model.new_graphs(made, max_total_length(self, given))
         if graphs is not None:
             given["graphed_steps"] = graphs
-        processors = given.get("logits_processor") or []
-        given["logits_processor"] = LogitsProcessorList([*processors, partial(require_finite_logits, self.dtype)])
+        # An assistant's call gets the guard of the main model, which is replaced by its own.
+        guards = [each for each in given.get("logits_processor") or [] if not isinstance(each, FiniteLogitsProcessor)]
+        has_ids = given.get("inputs_embeds") is None
+        guards.append(FiniteLogitsProcessor(self, given.get("attention_mask"), has_ids))
+        given["logits_processor"] = LogitsProcessorList(guards)
         result = super().generate(**given)
         # If only tokens are returned, the caller has no reference to the cache, so the next call may reuse it.
         if graphs is not None and made is not None and isinstance(result, Tensor):

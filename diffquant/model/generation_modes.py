@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from diffquant.errors import NonFiniteError, UsageError
@@ -146,16 +146,47 @@ def _describe_cache(recipe: Recipe) -> str:
     return ", ".join([*parts, *(f"{pattern} {scheme}" for pattern, scheme in overrides.items())])
 
 
-def require_finite_logits(dtype: torch.dtype, ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG001
-    """Return a step's logits [B, V] unchanged; a logits processor of `generate` once it has the model's dtype.
+class FiniteLogitsProcessor(LogitsProcessor):
+    """Logits processor that raises an error if a sequence's largest logit is not finite; -inf marks excluded tokens."""
 
-    Raises:
-        NonFiniteError: the largest logit of a sequence is NaN or infinite; -inf marks excluded tokens.
-    """
-    if not torch.isfinite(scores.amax(-1)).all():
-        name = str(dtype).removeprefix("torch.")
-        advice = "in bfloat16 or float32" if dtype == torch.float16 else "with finite weights, or more bits"
-        raise NonFiniteError(
-            f"the model computes NaN or infinity in {name}, and no token can be chosen: run it {advice}"
-        )
-    return scores
+    def __init__(self, model: PreTrainedModel, attention_mask: Tensor | None, has_ids: bool) -> None:
+        """Create a processor for one call of `generate`.
+
+        Args:
+            model: `CausalModel` that generates.
+            attention_mask: the prompt's mask [B, T], if one was passed.
+            has_ids: whether the prompt is given as token ids, so that it can be run again to find the failing layer.
+        """
+        self.model = model
+        self.attention_mask = attention_mask
+        self.has_ids = has_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores [B, V] unchanged.
+
+        Raises:
+            NonFiniteError: the largest score of a sequence is NaN or infinite.
+        """
+        if not torch.isfinite(scores.amax(-1)).all():
+            raise NonFiniteError(self._message(input_ids))
+        return scores
+
+    def _message(self, ids: Tensor) -> str:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        where = self._place(ids) if self.has_ids and ids.shape[1] else "the model"
+        advice = "in bfloat16 or float32" if dtype == "float16" else "with finite weights, or more bits"
+        return f"{where} computes NaN or infinity in {dtype}, and no token can be chosen: run the model {advice}"
+
+    def _place(self, ids: Tensor) -> str:
+        """Return the name of the first module whose output for tokens [B, T] is not finite."""
+        mask = self.attention_mask
+        # A 4-D mask does not cover generated tokens.
+        if mask is not None and mask.dim() != 2:
+            mask = None
+        if mask is not None:
+            mask = mask.repeat_interleave(len(ids) // len(mask), 0)
+            mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+        out = self.model.model(ids, mask, output_hidden_states=True)
+        names = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(len(self.model.model.layers)))]
+        is_finite = [bool(torch.isfinite(states).all()) for states in out.hidden_states]
+        return next((name for name, fine in zip(names, is_finite, strict=True) if not fine), "lm_head")

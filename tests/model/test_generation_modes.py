@@ -228,7 +228,7 @@ def test_a_cache_may_be_brought_to_a_model_of_16_bits():
 
 @pytest.mark.parametrize("kind", ["diffllama", "phi4flash"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)
-def test_logits_that_overflow_are_refused(folders, kind, options):
+def test_logits_that_overflow_are_refused_with_the_layer_where_that_begins(folders, kind, options):
     model = load(folders[kind], dtype="float16")
     ids = torch.cat([torch.zeros(1, 4, dtype=torch.long), IDS], 1)
     mask = (torch.arange(ids.shape[1]) >= 4).long()[None]
@@ -236,8 +236,18 @@ def test_logits_that_overflow_are_refused(folders, kind, options):
     for name, parameter in model.model.layers[1].named_parameters():
         if "down_proj" in name or "fc2" in name:
             parameter.fill_(60000.0)
-    with pytest.raises(NonFiniteError, match=r"the model computes NaN or infinity in float16.*in bfloat16"):
+    with pytest.raises(NonFiniteError, match=r"model.layers.1 computes NaN or infinity in float16.*in bfloat16"):
         model.generate(ids, attention_mask=mask, **GREEDY | options)
+    embeddings = model.model.embed_tokens(ids)
+    with pytest.raises(NonFiniteError, match="the model computes NaN or infinity in float16"):
+        model.generate(inputs_embeds=embeddings, attention_mask=mask, **GREEDY | options)
+
+
+def test_a_head_that_overflows_is_named():
+    model = ours(random_llama()).half()
+    model.lm_head.weight.data.fill_(60000.0)
+    with pytest.raises(NonFiniteError, match="lm_head computes NaN or infinity"):
+        asked(model)
 
 
 def test_tokens_that_are_ruled_out_are_no_overflow():
