@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from diffquant.onnx.descriptions import packed_bytes, write_descriptions
 from diffquant.onnx.files import RANGES_FILE
 from diffquant.onnx.graph.linears import container_bits
 from diffquant.onnx.graph.plan import (
+    CACHE_LIMIT,
     ExportPlan,
     Scales,
     activation_schemes,
@@ -155,7 +156,7 @@ def write_export(
         time.monotonic() - started,
         0.0,
         plan.oldest_runtime,
-        (*_make_notes(plan, streamed), *left_out),
+        (*_make_notes(plan, streamed), *_narrow_note(ranges), *left_out),
     )
 
 
@@ -245,6 +246,17 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> list[st
     if options.logits.quantizes:
         notes.append(f"logits {options.logits} are rounded in standard ops, which store whole attention maps")
     return notes
+
+
+def _narrow_note(ranges: Ranges | None) -> Iterator[str]:
+    """Yield a warning if the ranges lose much accuracy on the text that calibration held out."""
+    held_out = ranges.settings.get("held_out") if ranges else None
+    if held_out and (loss := held_out["loss"]) > CACHE_LIMIT:
+        yield (
+            f"warning: KV-cache calibration is too narrow in layer {held_out['layer']}: {loss:.3g}x the error of "
+            f"fitted scales on text that it did not read (limit {CACHE_LIMIT:g}x); recalibrate on more text "
+            f"(diffquant calibrate, then export with {option_name('scales')}) or export with {option_name('kv', 16)}"
+        )
 
 
 def _scheme_sizes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> dict[Scheme, tuple[int, int]]:

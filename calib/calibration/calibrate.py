@@ -86,22 +86,22 @@ def measure_range_quality(
 def _layer_sums(
     projections: list[Projections], ranges: Mapping[str, Tensor], bits: int, spec: DiffSpec
 ) -> dict[str, Tensor]:
-    """Return the sums of `_rounding_sums` over one layer's batches, by target."""
+    """Return the sums of `rounding_sums` over one layer's batches, by target."""
     sums = {target: torch.zeros(4, dtype=torch.float64) for target in ranges}
     for q, k, v, _ in projections:
         if "k" in ranges:
-            sums["k"] += _rounding_sums(flatten_tokens(k), ranges["k"], bits)
+            sums["k"] += rounding_sums(flatten_tokens(k), ranges["k"], bits)
         if "v" in ranges:
-            sums["v"] += _rounding_sums(flatten_tokens(v), ranges["v"], bits)
+            sums["v"] += rounding_sums(flatten_tokens(v), ranges["v"], bits)
         if "logits" in ranges:
             for first, block in iterate_unmasked_logits(q, k, spec):
-                sums["logits"] += _rounding_sums(block.tril_(first), ranges["logits"][:, None, None], bits)
+                sums["logits"] += rounding_sums(block.tril_(first), ranges["logits"][:, None, None], bits)
                 batch, heads, queries, keys = block.shape
                 sums["logits"][0] -= block.numel() - count_visible_logits(batch * heads, queries, keys)
     return sums
 
 
-def _rounding_sums(values: Tensor, ranges: Tensor, bits: int) -> Tensor:
+def rounding_sums(values: Tensor, ranges: Tensor, bits: int) -> Tensor:
     """Quantize values with static ranges, and return four sums in float64 [4].
 
     They are the number of values, the number beyond their range, and the sums of squares of values and of errors.

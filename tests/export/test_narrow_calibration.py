@@ -36,8 +36,18 @@ def model(tmp_path_factory):
 def test_the_first_commands_of_the_readme_pass_on_a_random_model(tmp_path, seed):
     random_model(tmp_path / "model", seed)
     diffquant.quantize(tmp_path / "model", tmp_path / "4bit", recipe={"weights": "4:g32", "kv": 8})
-    diffquant.export(tmp_path / "4bit", tmp_path / "onnx", embed=8)
+    report = diffquant.export(tmp_path / "4bit", tmp_path / "onnx", embed=8)
+    assert "too narrow" not in report.summary()
     assert diffquant.verify(tmp_path / "onnx", tmp_path / "4bit", threads=1).cache.value < 3
+
+
+def test_export_warns_of_a_calibration_that_loses_much_on_text_held_out(model, tmp_path):
+    ranges = calibrate_cache(model)
+    assert 1 < ranges.settings["held_out"]["loss"] < 3
+    narrow = replace(ranges, settings=ranges.settings | {"held_out": {"layer": 3, "loss": 35.0}})
+    summary = export(model, tmp_path / "out", ExportOptions(kv_bits=8), ranges=narrow).summary()
+    assert "warning: KV-cache calibration is too narrow in layer 3: 35x the error of fitted scales" in summary
+    assert "kv=16" in summary
 
 
 @pytest.mark.parametrize(("by", "found", "text"), [(0.2, "narrow", "more text"), (30.0, "wide", "other text")])

@@ -132,6 +132,16 @@ def test_of_one_model_granularities_are_lines_of_one_panel(sweep):
     assert "attention logits" in report_html(alone)
 
 
+def test_panels_that_all_show_the_same_are_one(sweep):
+    baseline = {cell.point.model: cell.result for cell in sweep.cells if cell.point.is_baseline}
+    same = replace(sweep, cells=[replace(cell, result=baseline[cell.point.model]) for cell in sweep.cells])
+    for band in list_panel_rows(same):
+        (lines,) = band.lines.values()
+        drawn = {line.model: [point.x for point in line.points] for line in lines}
+        assert drawn == {"transformer": [8, 4, 3], "diff": [8, 4, 3]}
+    assert "every target (equal results)" in report_html(same)
+
+
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
     eight, *_ = list_panel_rows(sweep)[0].lines[PER_ROW][0].points
     change = paired_difference([int(i < 5) for i in range(10)], [int(i < 6) for i in range(10)])
@@ -218,7 +228,8 @@ def test_a_name_is_drawn_letter_by_letter(sweep, tmp_path, name):
 def test_a_sweep_of_16_bits_alone_has_a_table_and_no_plot(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     result = run_sweep([model], SweepOptions(bits=(16,), task_options={"limit": 2}, dtype="float32"), tmp_path / "out")
-    (tmp_path / "out" / "plot.png").write_bytes(b"of the sweep before")
+    for name in ("plot.png", "places.png"):
+        (tmp_path / "out" / name).write_bytes(b"of the sweep before")
     write_outputs(result, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.png"))
     assert (tmp_path / "out" / "report.html").exists()

@@ -91,9 +91,9 @@ def sleeping_run(folder: Path, batches: int, cells: int, seconds: float, deadly:
     for number, (model, sleeper) in enumerate(subjects.items()):
         point = SweepPoint(model, "", 16, "", Recipe(), None)
         for name in names[number::batches]:
-            key = cell_key(sleeper, point.recipe, tasks[name], tasks[name].identity())
+            key = cell_key(sleeper, point.recipe, tasks[name], tasks[name].identity())  # type: ignore[arg-type]
             made.append(Cell(point, name, key=key, folder=folder))
-    return Run([cell for cell in made if cell.read() is None], subjects, tasks)
+    return Run([cell for cell in made if cell.read() is None], subjects, tasks)  # type: ignore[arg-type]
 
 
 def scores(folder: Path) -> dict[str, float]:

@@ -7,7 +7,7 @@ Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # Horizontal distance in bits between two models at one width; largest number of panels in a row.
 _SPREAD, _COLUMNS = 0.12, 5
+# Title of the one panel of a task whose values are the same in every panel.
+_ALL = "every target (equal results)"
 # Lower end of a logarithmic axis, as a fraction of the lowest point, since the axis cannot show an interval down to 0.
 _FLOOR = 0.5
 # Sizes in inches: width of a panel with up to two and with more columns, height of a band of changes and of scores.
@@ -85,7 +87,26 @@ def list_panel_rows(sweep: PlottableSweep) -> list[TaskPanels]:
         for task in sweep.tasks
         for metric in task_class_named(task).columns.plotted_metrics
     ]
-    return [band for band in found if band.lines]
+    found = [band for band in found if band.lines]
+    same = {task for task in sweep.tasks if all(_is_same(band) for band in found if band.task == task)}
+    return [_join_panels(band) if band.task in same else band for band in found]
+
+
+def _is_same(band: TaskPanels) -> bool:
+    """Return whether several panels show the same value and interval of each model at every width."""
+    values = {(line.model, *point[1:4]) for lines in band.lines.values() for line in lines for point in line.points}
+    return len(band.lines) > 1 and len(values) == len(band.models)
+
+
+def _join_panels(band: TaskPanels) -> TaskPanels:
+    """Join panels that show the same values into one with a line per model."""
+    joined: list[PlotLine] = []
+    for model in band.models:
+        lines = [line for lines in band.lines.values() for line in lines if line.model == model]
+        points = {point.x: point for line in lines for point in line.points}
+        full = next((line.full for line in lines if line.full), None)
+        joined.append(PlotLine(model, tuple(points[x] for x in sorted(points, reverse=True)), full=full))
+    return replace(band, lines={_ALL: joined})
 
 
 def plot(sweep: PlottableSweep, path: Path | BinaryIO) -> None:
