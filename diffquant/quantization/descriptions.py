@@ -243,7 +243,8 @@ def write_descriptions(
         # Lets a command that rounds these weights again warn about it.
         recorded["rounded_as"] = plan.checkpoint.earlier_format
     config, left_out = remove_code_entries(folder, plan.checkpoint.output_config | {"diffquant_config": recorded})
-    adapter = source.adapter if isinstance(source, Source) else None
+    # What its authors' layout is for runs their code and not ours.
+    adapter = source.adapter if isinstance(source, Source) and not plan.has_motif3_layout else None
     if adapter is not None:
         config = config_for_engines(config, adapter)
     carried = {file.name for file in folder.glob("*.py")}
