@@ -249,6 +249,9 @@ class PackedExperts(nn.Module):
 class Experts(nn.Module):
     """The experts that tokens are routed to; the rows of a gate lie before those of its up projection."""
 
+    gate_up_proj: Any
+    down_proj: Any
+
     def __init__(self, config: Motif3Config, layer: int, scale: float) -> None:
         super().__init__()
         self.scale, self.clamp = scale, config.hidden_clamp
@@ -286,7 +289,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        scores = linear(tokens.float(), self.router["gate"].weight.float()).sigmoid()
+        scores = linear(tokens.float(), self.get_parameter("router.gate.weight").float()).sigmoid()
         chosen = (scores if self.expert_bias is None else scores + self.expert_bias.float()).topk(self.chosen).indices
         shares = scores.gather(1, chosen)
         if self.is_normed:
@@ -343,7 +346,7 @@ class Rotaries(nn.ModuleDict):
         for layer_type, rope in ((_FULL, config.rope_parameters), (_WINDOWED, plain)):
             own = copy(config)
             # Cosines and sines are not scaled, but logits are.
-            own.head_dim, own.rope_parameters = config.qk_rope_head_dim, {**rope, "attention_factor": 1.0}
+            own.head_dim, own.rope_parameters = config.qk_rope_head_dim, dict(rope or {}, attention_factor=1.0)
             self[layer_type] = LlamaRotaryEmbedding(own)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> dict[str, Rotary]:
