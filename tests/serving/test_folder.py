@@ -30,6 +30,8 @@ MODELLING_FILE = "modeling_diffquant.py"
 # Those of models with layers of their own.
 OTHER_FILES = {"phi4flash": "modeling_sambay.py", "motif3": "modeling_motif3.py"}
 RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:row"}}
+STATIC = {"kv": "e4m3:static"}
+CALIBRATED = {"diffllama": "4", "unilm-v2": "16"}
 CONFIGS = {"diffllama": SIZES | {"model_type": "diffllama"}, **UNILM, **MOTIF}
 # One recipe of each source in turn, and what is read batched; others are thorough.
 WHOLE = ["diffllama", "unilm-v2", *OTHER_FILES]
@@ -78,11 +80,11 @@ def write_calibrated(root):
     """Folders with a cache whose scales are calibrated, which the reference has too."""
     folders = []
     with torch.no_grad():
-        for source, weights in (("diffllama", "4:row"), ("unilm-v2", "16")):
+        for source, bits in CALIBRATED.items():
             checkpoint = write_checkpoint(root / source, source, vocab_size=tiny_lm.WORDS)
             tiny_lm.tokenizer().save_pretrained(checkpoint)
             folders.append(root / f"{source}-low")
-            diffquant.quantize(checkpoint, folders[-1], {"weights": weights, "kv": "e4m3:static"})
+            diffquant.quantize(checkpoint, folders[-1], RECIPES[bits] | STATIC)
             reference(folders[-1], None)
     return folders
 
@@ -141,13 +143,13 @@ def alone(tmp_path_factory):
     )
     measured = others.pop("measured")
     by_pair = dict(zip(folders, measured, strict=False))
-    return Alone(folders, by_pair, list(zip(calibrated, measured[len(folders) :], strict=True)), floats, others, errors)
+    return Alone(folders, by_pair, measured[len(folders) :], floats, others, errors)
 
 
-def check_alone(found, source, bits):
+def check_alone(found, source, bits, **of):
     assert found["class"] == OTHER_FILES.get(source, MODELLING_FILE).removesuffix(".py")
     furthest, is_same = max(*found["sdpa"], *found["eager"]), found["tokens None"] and found["tokens static"]
-    record("transformers", source, bits, furthest, is_same)
+    record("transformers", source, bits, furthest, is_same, **of)
     assert furthest < CLOSE
     assert is_same
 
@@ -283,8 +285,8 @@ def test_requests_batched_by_transformers_give_what_each_gives_alone(alone):
 
 def test_a_calibrated_cache_is_that_of_diffquant_in_transformers_alone(alone):
     """Keys and values are rounded and kept, by whatever name compressed-tensors and transformers call the cache."""
-    for folder, found in alone.calibrated:
-        check_alone(found, folder.name, "e4m3:static")
+    for (source, bits), found in zip(CALIBRATED.items(), alone.calibrated, strict=True):
+        check_alone(found, source, bits, cache=STATIC["kv"])
 
 
 def test_a_folder_of_low_bit_floats_opens_as_its_card_says(alone):
