@@ -1,6 +1,9 @@
 """Motif-3 as its formulas have it, in NumPy and float64; nothing of diffquant computes here."""
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -9,7 +12,11 @@ from tests.support.checkpoints import MOTIF3
 
 LAYERS, STREAMS, WINDOW = MOTIF3["num_hidden_layers"], MOTIF3["mhc_expansion_rate"], MOTIF3["sliding_window"] + 1
 GROUPS, SIGNALS = MOTIF3["num_noise_heads"], 4
-WIDTH, ROPE, VALUE, LATENT = (MOTIF3[key] for key in ("head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+WIDTH, ROPE, VALUE, LATENT = (
+    int(MOTIF3[key]) for key in ("head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+)
+# NumPy returns no types here that mypy knows.
+Array = Any
 
 
 class Formulas:
@@ -20,18 +27,18 @@ class Formulas:
         # Magnitude of each layer's largest attention logit.
         self.largest = [0.0] * LAYERS
 
-    def logits(self, ids: list[int]) -> np.ndarray:
+    def logits(self, ids: list[int]) -> Array:
         x = np.repeat(self.tensors["model.embed_tokens.weight"][ids][:, None], STREAMS, 1)
         for layer in range(LAYERS):
             at = f"model.layers.{layer}."
-            x = self.part(x, at + "mhc_attn.", at + "input_layernorm", lambda h, at=at: self.attention(h, at))
-            x = self.part(x, at + "mhc_ffn.", at + "post_attention_layernorm", lambda h, at=at: self.network(h, at))
+            x = self.part(x, at + "mhc_attn.", at + "input_layernorm", partial(self.attention, at=at))
+            x = self.part(x, at + "mhc_ffn.", at + "post_attention_layernorm", partial(self.network, at=at))
         return self.norm(x.mean(1), "model.norm") @ self.tensors["lm_head.weight"].T
 
-    def norm(self, x: np.ndarray, name: str, eps: float = 1e-5) -> np.ndarray:
+    def norm(self, x: Array, name: str, eps: float = 1e-5) -> Array:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * self.tensors[name + ".weight"]
 
-    def part(self, x, at, norm, compute):
+    def part(self, x: Array, at: str, norm: str, compute: Callable[[Array], Array]) -> Array:
         of = {name.removeprefix(at): tensor for name, tensor in self.tensors.items() if name.startswith(at)}
         u, mixed, writes = np.zeros_like(x[:, 0]), np.zeros_like(x), np.zeros(x.shape[:2])
         for t, streams in enumerate(x):
@@ -48,7 +55,7 @@ class Formulas:
         y = compute(self.norm(u, norm))
         return mixed + writes[:, :, None] * y[:, None]
 
-    def attention(self, h: np.ndarray, at: str) -> np.ndarray:
+    def attention(self, h: Array, at: str) -> Array:
         layer, at = int(at.split(".")[2]), at + "self_attn."
         of = {name.removeprefix(at).removesuffix(".weight"): x for name, x in self.tensors.items() if at in name}
         is_whole = layer % MOTIF3["sliding_window_period"] == 0
@@ -78,7 +85,7 @@ class Formulas:
                     out[t, signal] = (maps[j] - lam[t, signal] * maps[4]) * gate[t, signal]
         return out.reshape(len(h), -1) @ of["wo"].T
 
-    def network(self, h: np.ndarray, at: str) -> np.ndarray:
+    def network(self, h: Array, at: str) -> Array:
         scale = {3: 0.75}.get(int(at.split(".")[2]), 0.5)
         if at + "mlp.gate_proj.weight" in self.tensors:
             return self.dense(h, at + "mlp.", scale)
@@ -94,7 +101,7 @@ class Formulas:
                 y[t] += p[e] / p[chosen].sum() * 2.0 * (of["experts.down_proj"][e] @ (product * scale))
         return y + self.dense(h, at + "moe.shared_experts.", scale)
 
-    def dense(self, h: np.ndarray, at: str, scale: float) -> np.ndarray:
+    def dense(self, h: Array, at: str, scale: float) -> Array:
         gate, up, down, weight = (
             self.tensors[at + n] for n in ("gate_proj.weight", "up_proj.weight", "down_proj.weight", "act_fn.weight")
         )
@@ -102,17 +109,17 @@ class Formulas:
         return product * scale @ down.T
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
+def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
 
-def poly(z: np.ndarray, raw: np.ndarray, bias: np.ndarray) -> np.ndarray:
+def poly(z: Array, raw: Array, bias: Array) -> Array:
     w = sigmoid(raw)
     normed = [y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) for y in (z**3, z**2, z)]
     return w[0] * normed[0] + w[1] * normed[1] + w[2] * normed[2] + bias
 
 
-def turn(x: np.ndarray, position: int, is_whole: bool) -> np.ndarray:
+def turn(x: Array, position: int, is_whole: bool) -> Array:
     """First and second half turned against each other; θ is 100 under YaRN, and 5000 within windows."""
     half = ROPE // 2
     out = np.zeros_like(x)
