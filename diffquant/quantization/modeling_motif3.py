@@ -211,29 +211,32 @@ class PolyMLP(nn.Module):
 
 
 def find_scheme(config: Motif3Config, module: str) -> Any:
-    """Return the scheme in which compressed-tensors stores a module's weight, or None if it is not packed."""
+    """Return the scheme, with its format, in which compressed-tensors stores a module's weight, or None if unpacked."""
     packing = getattr(getattr(config, "quantization_config", None), "quantization_config", None)
     if packing is None:
         return None
-    from compressed_tensors.utils.match import match_name
+    from compressed_tensors.utils import match_name
 
-    groups = packing.config_groups.values()
-    return next((each for each in groups if any(match_name(module, target) for target in each.targets)), None)
+    for scheme in packing.config_groups.values():
+        if any(match_name(module, target) for target in scheme.targets):
+            return scheme.model_copy(update={"format": scheme.format or packing.format})
+    return None
 
 
 class PackedExperts(nn.Module):
     """A weight of each expert, [experts, out, in], stored as compressed-tensors stores one; the index decodes it."""
 
-    def __init__(self, shape: tuple[int, int, int], scheme: Any, layout: str) -> None:
+    def __init__(self, shape: tuple[int, int, int], scheme: Any) -> None:
         super().__init__()
         from compressed_tensors.compressors import BaseCompressor
-        from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+        from compressed_tensors.quantization import initialize_module_for_quantization
 
-        self.scheme, self.compressor = scheme, BaseCompressor.get_value_from_registry(scheme.format or layout)
+        self.scheme, self.compressor = scheme, BaseCompressor.get_value_from_registry(scheme.format)
         one = nn.Linear(shape[2], shape[1], bias=False, device="meta")
         initialize_module_for_quantization(one, scheme, force_zero_point=False)
         for name, part in self.compressor.compress(dict(one.named_parameters()), scheme).items():
-            stored = {"weight_shape": (3,)}.get(name, (shape[0], *part.shape) if part.ndim == 2 else part.shape)
+            # One of each expert, but one tensor scale and one shape, of three numbers, of all.
+            stored = (3,) if name == "weight_shape" else (shape[0], *part.shape) if part.ndim == 2 else part.shape
             self.register_parameter(name, nn.Parameter(torch.empty(stored, dtype=part.dtype), requires_grad=False))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -259,8 +262,7 @@ class Experts(nn.Module):
         for name, rows, columns in (("gate_up_proj", 2 * inner, width), ("down_proj", width, inner)):
             shape = config.num_experts, rows, columns
             if scheme := find_scheme(config, f"model.layers.{layer}.moe.experts.{name}"):
-                layout = config.quantization_config.quantization_config.format
-                self.add_module(name, PackedExperts(shape, scheme, layout))
+                self.add_module(name, PackedExperts(shape, scheme))
             else:
                 self.register_parameter(name, nn.Parameter(config.initializer_range * torch.randn(shape)))
         self.act_fn = PolyNorm(config, config.num_experts)
