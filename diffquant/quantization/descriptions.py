@@ -172,6 +172,10 @@ _ADAPTERS = (
     "Packed weights cannot be trained. Adapters (LoRA) can, in a model that was opened with "
     "`quantization_config=CompressedTensorsConfig(run_compressed=False)` or that has run once."
 )
+_ADAPTERS_OF_MIXED = (
+    "Packed weights cannot be trained. Adapters (LoRA) can, in a model that has run once. `run_compressed=False` does "
+    "not work here, since transformers (5.24) then decodes all weights by one of their schemes."
+)
 
 
 def _loaded_by(plan: QuantizationPlan, modelling_file: str) -> str:
@@ -202,7 +206,8 @@ def _loaded_by(plan: QuantizationPlan, modelling_file: str) -> str:
         case _:
             reader = f"and {by_code}"
     dtype = f"{_IN_BFLOAT16} " if _is_decoded_in_bfloat16(plan) else ""
-    return f"{standard}, {reader}. {dtype}{_ADAPTERS} {_KEPT_ELSEWHERE}\n"
+    adapters = _ADAPTERS if len(set(plan.schemes.values())) == 1 else _ADAPTERS_OF_MIXED
+    return f"{standard}, {reader}. {dtype}{adapters} {_KEPT_ELSEWHERE}\n"
 
 
 def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], modelling_file: str) -> str:
@@ -243,7 +248,8 @@ def write_descriptions(
         # Lets a command that rounds these weights again warn about it.
         recorded["rounded_as"] = plan.checkpoint.earlier_format
     config, left_out = remove_code_entries(folder, plan.checkpoint.output_config | {"diffquant_config": recorded})
-    adapter = source.adapter if isinstance(source, Source) else None
+    # What its authors' layout is for runs their code and not ours.
+    adapter = source.adapter if isinstance(source, Source) and not plan.has_motif3_layout else None
     if adapter is not None:
         config = config_for_engines(config, adapter)
     carried = {file.name for file in folder.glob("*.py")}

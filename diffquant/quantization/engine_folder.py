@@ -16,7 +16,11 @@ from diffquant.support.files import write_atomically
 from diffquant.support.names import option_name
 
 # Files that run a model in transformers without diffquant, with the beginning of their classes' names.
-MODELLING_FILES: Mapping[str, str] = {"modeling_diffquant.py": "Diff", "modeling_sambay.py": "SambaY"}
+MODELLING_FILES: Mapping[str, str] = {
+    "modeling_diffquant.py": "Diff",
+    "modeling_sambay.py": "SambaY",
+    "modeling_motif3.py": "Motif3",
+}
 _CLASSES = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
 _MODEL_TYPE = re.compile("^MODEL_TYPE = .*$", re.MULTILINE)
 _OUTPUT = ".self_attn.o_proj."

@@ -1,6 +1,10 @@
 """Front matter of model cards, as huggingface_hub reads it."""
 
+from contextlib import nullcontext
+
+import pytest
 from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import diffquant
 from diffquant.checkpoints.side_files import gguf_front_matter, read_front_matter
@@ -97,3 +101,16 @@ def test_the_licence_of_a_card_that_cannot_be_read_is_unknown(tmp_path, text):
 def test_a_source_without_a_card_has_no_licence(tmp_path):
     made = quantized(write_llama(tmp_path / "llama", num_hidden_layers=1), tmp_path / "low")
     assert made.keys() == {"library_name", "tags"}
+
+
+@in_one_test("overrides", [{}, {"*.mlp.*": "8:row"}])
+def test_the_card_recommends_to_unpack_while_loading_only_where_transformers_does(tmp_path, overrides):
+    """Once it decodes each weight by its own scheme this fails, and every card recommends it."""
+    source = write_llama(tmp_path / "llama", num_hidden_layers=1)
+    diffquant.quantize(source, tmp_path / "low", {"weights": "4:row", "overrides": overrides, "rounding": "nearest"})
+    card = (tmp_path / "low/README.md").read_text()
+    assert ("CompressedTensorsConfig(run_compressed=False)" in card) == (not overrides)
+    with pytest.raises(RuntimeError, match="mismatch") if overrides else nullcontext():
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "low", quantization_config=CompressedTensorsConfig(run_compressed=False)
+        )

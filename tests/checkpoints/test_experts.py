@@ -149,8 +149,13 @@ def motif3_with_experts_at(tmp_path, text, **changes):
 def test_motif_3s_experts_in_nvfp4_lie_as_in_its_makers_release(tmp_path):
     """Decoded here as their tool's reader does, in NumPy."""
     tensors, report = motif3_with_experts_at(tmp_path, "nvfp4")
-    config = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["group_size"]) == ("modelopt_nvfp4", 16)
+    config = json.loads((tmp_path / "low" / "config.json").read_text())
+    stated = config.pop("quantization_config")
+    assert (stated["quant_method"], stated["group_size"]) == ("modelopt_nvfp4", 16)
+    # Its makers' code runs it, by the names that their release has.
+    assert not list((tmp_path / "low").glob("*.py"))
+    assert config["architectures"] == MOTIF3["architectures"]
+    assert "auto_map" not in config
     stored = load_file(tmp_path / "low" / "model.safetensors")
     packed = {name for name, x in tensors.items() if ".experts." in name and name.endswith("_proj")}
     assert len(packed) == 8

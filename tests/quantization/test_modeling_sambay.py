@@ -1,6 +1,7 @@
 """The modelling file of Phi-4-mini-flash: caches, padding, what it refuses, and the code that folders carry."""
 
 import json
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from transformers.cache_utils import DynamicCache
 import diffquant
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
-from diffquant.quantization.engine_folder import MODELLING_FILES, config_for_engines, find_modelling_file
+from diffquant.quantization.engine_folder import MODELLING_FILES
 from diffquant.quantization.foreign_code import check_no_foreign_code
 from diffquant.quantization.modeling_sambay import SambaYCache, SambaYForCausalLM
-from tests.support.checkpoints import MOTIF3, edit_json, write_checkpoint
+from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.decoding import check_padding, check_pieces
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
@@ -119,14 +120,7 @@ def test_the_folder_replaces_the_authors_code_and_is_quantized_again(folder, tmp
     assert "with this folder's modeling_sambay.py" in (tmp_path / "again/README.md").read_text()
 
 
-def test_a_model_without_a_modelling_file_keeps_its_configuration():
-    adapter = adapter_for(MOTIF3)
-    assert find_modelling_file(MOTIF3, adapter) == ""
-    assert config_for_engines(MOTIF3, adapter) == MOTIF3
-
-
 def test_an_auto_map_names_classes_that_are_there():
-    from diffquant.quantization import modeling_diffquant, modeling_sambay
-
-    for module, prefix in zip((modeling_diffquant, modeling_sambay), MODELLING_FILES.values(), strict=True):
+    for file, prefix in MODELLING_FILES.items():
+        module = import_module(f"diffquant.quantization.{file.removesuffix('.py')}")
         assert all(hasattr(module, prefix + name) for name in ("Config", "Model", "ForCausalLM"))

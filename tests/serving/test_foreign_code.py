@@ -362,9 +362,9 @@ def test_a_tokenizer_that_needs_the_code_is_said_not_to_open(tmp_path):
     assert "the tokenizer cannot be opened without what was left out" in str(report)
 
 
-def test_an_architecture_that_is_not_run_names_no_code_either(tmp_path):
-    source = write_checkpoint(tmp_path / "source", "motif3")
-    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_motif.MotifForCausalLM"})
+def test_a_folder_without_a_modelling_file_names_no_code_either(tmp_path):
+    source = write_checkpoint(tmp_path / "source", "llama")
+    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
     report = diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
     assert "auto_map" not in json.loads((tmp_path / "out/config.json").read_text())
     assert "auto_map of config.json" in str(report)

@@ -75,6 +75,7 @@ class Motif3Architecture(Architecture):
     model = "diffquant.model.motif3.modeling:Motif3"
     export = "diffquant.onnx.architectures.motif3:Motif3Decoder"
     served = "diffquant.serving.vllm.motif3:Motif3ForCausalLM"
+    modelling_file = "modeling_motif3.py"
     makers_pack_experts = True
 
     rms_norm_eps: float
