@@ -206,21 +206,27 @@ def _unknown_format(name: str, text: str, target: str) -> str:
         return f"bits must be 2 to 8, or 16 for not quantized; got {name}"
     named = [known for known in FORMATS if not known.isdecimal()]
     others = f"; other formats are {', '.join(named)}" if named else ""
-    return f"cannot read scheme {text[:_LONGEST]!r}: {_meaning_of(name)}expected {_grammar(target)}{others}"
+    explained = explain_foreign_name(name) or f"expected {_grammar(target)}{others}"
+    return f"cannot read scheme {text[:_LONGEST]!r}: {explained}"
 
 
-def _meaning_of(name: str) -> str:
-    """Translate another library's name of a scheme, as the start of a sentence; "" for an unknown name."""
+def explain_foreign_name(name: str) -> str:
+    """Explain how to write another library's name of a scheme here; "" for an unknown name."""
+    name = name.lower()
     if name in ("float8", "f8"):
-        return "8-bit floats are e4m3 here; "
+        return "8-bit floats are e4m3 here"
     if name in ("gptq", "awq", "autoround", "hqq"):
-        return f"{name} is a rounding, not a format: use {option_name('effort', 'balanced')} for GPTQ; "
-    known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
+        return f"{name} is a rounding, not a format: use {option_name('effort', 'balanced')} for GPTQ"
+    if joined := re.fullmatch(r"w?([2-8])(g[0-9]+|row|channel|tensor)", name):
+        return f"did you mean {joined[1]}:{joined[2]}?"
+    known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(a16|_.*|)", name)
     if known is None:
         return ""
+    bits, suffix = known.groups()
     if name.startswith("nf"):
-        return f"{name} is not supported; the nearest is {option_name('weights', f'{known[1]}:g32')}; "
-    return f"{known[1]}-bit weights with 16-bit activations are {option_name('weights', f'{known[1]}:g32')} here; "
+        return f"{name} is not supported; the nearest is {option_name('weights', f'{bits}:g32')}"
+    groups = f" ({bits}:g128 with llm-compressor's groups)" if suffix == "a16" else ""
+    return f"{bits}-bit weights with 16-bit activations are {option_name('weights', f'{bits}:g32')} here{groups}"
 
 
 FULL = Scheme(format_named("16"))

@@ -1,7 +1,8 @@
 """Commands generated from verbs, and the layout of their help."""
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from diffquant import verbs
 from diffquant.errors import DiffQuantError
+from diffquant.recipe.scheme import explain_foreign_name
 from diffquant.support.installation import __version__
 from diffquant.support.machine import limit_spinning
 from diffquant.support.names import use_option_names
@@ -77,9 +79,11 @@ def make_command(verb: Callable[..., Any]) -> Callable[..., None]:
 _CommandLineError: Any = BadParameter.__base__
 # Options of other tools, by the option with the same effect here.
 ELSEWHERE = {
-    "--weights BITS:gSIZE, such as 4:g32": OPTIONS_ELSEWHERE['recipe={"weights": "4:g32"}'],
+    "--weights BITS:gSIZE, such as 4:g32, or --preset int4": OPTIONS_ELSEWHERE['recipe={"weights": "4:g32"}'],
     "--rounding NAME, such as gptq": OPTIONS_ELSEWHERE['rounding="gptq"'],
     "--kv BITS, such as 8": OPTIONS_ELSEWHERE['recipe={"kv": 8}'],
+    "--context TOKENS": ("max-model-len", "ctx-size", "n-ctx", "max-length"),
+    "--output FOLDER": ("out", "output-dir", "save-dir", "mlx-path"),
     "MODEL, the first argument": ("model", "pretrained", "hf-path"),
 }
 
@@ -95,15 +99,20 @@ class VerbCommand(TyperCommand):
                 parameter.display_type_rich = _nothing  # type: ignore[method-assign]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = " ".join(args).replace("=", " ").split()
         try:
             return super().parse_args(ctx, args)
         except BadParameter as error:
             # A prefix from the library with which typer checks values.
-            error.message = error.message.removeprefix("Value error, ")
+            error.message = _explain_thousands(given, error.message) or error.message.removeprefix("Value error, ")
+            if error.param is not None and error.param.name == "preset":
+                error.message = "; ".join([*filter(None, map(explain_foreign_name, given)), error.message])
             raise
         except _CommandLineError as error:
             name = getattr(error, "option_name", None) or ""
-            if ours := next((ours for ours, names in ELSEWHERE.items() if name.removeprefix("--") in names), None):
+            has = ("MODEL", *(option for each in self.params for option in each.opts))
+            found = (ours for ours, names in ELSEWHERE.items() if name.removeprefix("--") in names)
+            if ours := next((ours for ours in found if ours.startswith(has)), None):
                 error.message = f"No such option: {name}; use {ours}"
                 error.possibilities = ()
             elif "extra argument" in error.message and any(each.name == "output" for each in self.params):
@@ -134,11 +143,23 @@ class VerbCommand(TyperCommand):
 class VerbGroup(TyperGroup):
     """The list of verbs, grouped under headings, each with the first sentence of its help."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        # Options that install completion come last, which typer puts before --help.
+        return sorted(super().get_params(ctx), key=lambda each: "completion" in (each.name or ""))
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         for group, members in GROUPS.items():
             names = [command_name(verb) for verb in members]
             with formatter.section(group):
                 formatter.write_dl([(name, (self.commands[name].help or "").partition("\n")[0]) for name in names])
+
+
+def _explain_thousands(words: Sequence[str], message: str) -> str:
+    """Explain why a number such as 32k is refused; "" if the message is about something else."""
+    numbers = [int(word[:-1]) for word in words if re.fullmatch("[0-9]{1,6}[kK]", word)]
+    if not numbers or "valid integer" not in message:
+        return ""
+    return f"{numbers[0]}k may be {numbers[0] * 1000} or {numbers[0] * 1024}: give one of them"
 
 
 def _nothing(ctx: Any) -> None:
