@@ -165,9 +165,10 @@ pages: $(VENV)/.ready
 research-check: $(NATIVE)
 	$(BIN)/python -m pytest -n 2 --dist worksteal research/tests
 
-# README and the first commands on several models, in a new environment with the wheel, on a terminal of 80 columns.
+# README and the first commands on several models, in a new environment with the wheel, on a terminal of 80 columns; or what ONLY
+# names alone, such as ONLY="motif README".
 walk: $(VENV)/.ready
-	$(BIN)/python -m tests.walk
+	$(BIN)/python -m tests.walk $(if $(ONLY),--only $(ONLY))
 
 # What a package index takes: a source distribution, and a wheel that says which Linux its kernel needs. Beside it, in
 # build/sbom.cdx.json, a list of the packages that the wheel then depends on, with their licences.

@@ -1,11 +1,12 @@
 """Follow README.md and the first commands on four kinds of models as a newcomer does, and hold what they answer.
 
-    python -m tests.walk [--folder FOLDER]
+    python -m tests.walk [--folder FOLDER] [--only NAME...]
 
 In a new environment with the wheel, on terminals of 80 columns: README's commands in order, then quantize, fidelity,
 export, verify and generate on the small trained models, a random DiffLlama and a random Motif. It fails where a command
 fails, prints something else than README shows, says nothing for more than five seconds, writes a line that 80 columns
-do not hold, or answers wrongly: SmolLM2 says Paris, `verify` says PASS, and KL from 16 bits is below a bound.
+do not hold, or answers wrongly: SmolLM2 says Paris, `verify` says PASS, and KL from 16 bits is below a bound. All commands and
+their answers are in FOLDER/transcript.txt.
 """
 
 import argparse
@@ -82,6 +83,8 @@ def follow(steps: Sequence[Step], folder: Path, environment: dict[str, str]) -> 
             continue
         ran = run(step.command, folder, environment)
         found = list(_faults(step, ran))
+        with (folder.parent / "transcript.txt").open("a", encoding="utf-8") as transcript:
+            transcript.write(f"$ {step.command}\n{ran.stdout}\n")
         print(f"{ran.seconds:6.1f} s  {name}")
         print(*(f"      ! {fault}\n" for fault in found), sep="", end="", flush=True)
         faults += len(found)
@@ -165,16 +168,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Follow README and the first commands; return 1 if anything would have turned a newcomer away."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/walk", help="made anew; build/walk by default")
-    folder = parser.parse_args(arguments).folder.absolute()
+    parser.add_argument("--only", nargs="+", default=(), help="models, such as motif, or README; all by default")
+    given = parser.parse_args(arguments)
+    folder = given.folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     (home := folder / "home").mkdir(parents=True)
     environment = new_environment(folder)
-    faults = sum(follow(first_commands(model), home, environment) for model in make_models(home))
+    models = [model for model in make_models(home) if not given.only or model in given.only]
+    faults = sum(follow(first_commands(model), home, environment) for model in models)
+    if given.only and "README" not in given.only:
+        return _report(faults)
     # A reader's own checkpoint, in README's second block.
     (home / "ORG").mkdir()
     convert = f"diffquant convert {smollm2_file()} --output ORG/NAME --to diff-v2"
     faults += follow([Step(convert)], home, environment)
     faults += follow(list(steps_of((ROOT / "README.md").read_text(encoding="utf-8"))), home, environment)
+    return _report(faults)
+
+
+def _report(faults: int) -> int:
     print(f"{faults} faults" if faults else "nothing that would turn a newcomer away")
     return int(faults > 0)
 
