@@ -5,8 +5,8 @@
 In a new environment with the wheel, on terminals of 80 columns: README's commands in order, then quantize, fidelity,
 export, verify and generate on the small trained models, a random DiffLlama and a random Motif. It fails where a command
 fails, prints something else than README shows, says nothing for more than five seconds, writes a line that 80 columns
-do not hold, or answers wrongly: SmolLM2 says Paris, `verify` says PASS, and KL from 16 bits is below a bound. All commands and
-their answers are in FOLDER/transcript.txt.
+do not hold, or answers wrongly: SmolLM2 says Paris, `verify` says PASS, and KL from 16 bits is below a bound. All
+commands and their answers are in FOLDER/transcript.txt.
 """
 
 import argparse
