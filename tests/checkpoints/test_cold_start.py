@@ -54,7 +54,7 @@ MISTAKES = [
     ("quantize LLAMA -o OUT --wieghts 4:g32", "--weights"),
     ("quantize LLAMA -o OUT --preset W4A16", "--weights 4:g32 here (4:g128 with llm-compressor's groups)"),
     ("quantize LLAMA -o OUT --scheme W4A16", "use --weights BITS:gSIZE, such as 4:g32, or --preset int4"),
-    ("plan LLAMA --context 32k", "32000 or 32768"),
+    ("plan LLAMA --context 32k", "32k may be 32000 or 32768: give one of them"),
     ("eval LLAMA --tasks wikitext", "lm-eval:wikitext"),
     ("sweep LLAMA -o OUT --targets wights", "did you mean 'weights'?"),
     ("fidelity LLAMA nowhere", "nowhere is neither"),

@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -103,10 +104,11 @@ class VerbCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except BadParameter as error:
-            # A prefix from the library with which typer checks values.
-            error.message = _explain_thousands(given, error.message) or error.message.removeprefix("Value error, ")
-            if error.param is not None and error.param.name == "preset":
-                error.message = "; ".join([*filter(None, map(explain_foreign_name, given)), error.message])
+            # Words of the library with which typer checks values.
+            message = error.message.removeprefix("Value error, ").replace("Input should", "it must")
+            options = getattr(error.param, "opts", ())
+            value = next((value for option, value in pairwise(given) if option in options), "")
+            error.message = "; ".join(filter(None, [_explain_value(value), message]))
             raise
         except _CommandLineError as error:
             name = getattr(error, "option_name", None) or ""
@@ -154,12 +156,11 @@ class VerbGroup(TyperGroup):
                 formatter.write_dl([(name, (self.commands[name].help or "").partition("\n")[0]) for name in names])
 
 
-def _explain_thousands(words: Sequence[str], message: str) -> str:
-    """Explain why a number such as 32k is refused; "" if the message is about something else."""
-    numbers = [int(word[:-1]) for word in words if re.fullmatch("[0-9]{1,6}[kK]", word)]
-    if not numbers or "valid integer" not in message:
-        return ""
-    return f"{numbers[0]}k may be {numbers[0] * 1000} or {numbers[0] * 1024}: give one of them"
+def _explain_value(value: str) -> str:
+    """Explain what to give for a value that other tools take, such as 32k or W4A16; "" for another value."""
+    if re.fullmatch("[0-9]{1,6}[kK]", value):
+        return f"{value} may be {int(value[:-1]) * 1000} or {int(value[:-1]) * 1024}: give one of them"
+    return explain_foreign_name(value)
 
 
 def _nothing(ctx: Any) -> None:
