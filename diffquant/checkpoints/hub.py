@@ -27,7 +27,7 @@ _WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.s
 
 
 def find_hub_name(path: Path) -> re.Match[str] | None:
-    """Return the match of a name ORG/NAME or ORG/NAME@REVISION, or None for an existing local path or another name."""
+    """Return the match of a name ORG/NAME or ORG/NAME@REVISION, or nothing if the path exists."""
     is_local = path.exists() or any(Path(part).exists() for part in path.parts[:1])
     return None if is_local else NAME.fullmatch(path.as_posix())
 
