@@ -11,7 +11,7 @@ from diffquant.verbs.notes import print_output
 _NEXT = """\
 Then try your own checkpoint, a folder or ORG/NAME on the hub:
   diffquant inspect ORG/NAME
-  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8
+  diffquant quantize ORG/NAME -o my-4bit
   diffquant fidelity ORG/NAME my-4bit --characters 8192
 Continue with docs/tutorial.md."""
 # Introduction, by whether only the small models are used.
@@ -43,7 +43,6 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
             write.
     """
     from diffquant.data import smollm2_file
-    from diffquant.verbs.demonstration import quantize_and_export, quantize_pocket_model, show_figure_8
 
     folder = Path(output)
     if folder.exists() and not overwrite:
@@ -51,6 +50,8 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
     weights = None if pocket else smollm2_file()
     folder.mkdir(parents=True, exist_ok=True)
     print_output(_CONTENTS[pocket])
+    from diffquant.verbs.demonstration import quantize_and_export, quantize_pocket_model, show_figure_8
+
     show_figure_8(folder)
     if weights is None:
         quantize_pocket_model(folder, overwrite)
