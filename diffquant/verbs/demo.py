@@ -14,14 +14,6 @@ Then try your own checkpoint, a folder or ORG/NAME on the hub:
   diffquant quantize ORG/NAME -o my-4bit
   diffquant fidelity ORG/NAME my-4bit --characters 8192
 Continue with docs/tutorial.md."""
-# Introduction, by whether only the small models are used.
-_CONTENTS = {
-    True: "This demo takes a minute or two. It rounds the attention logits of small trained\n"
-    "models to 4 and 3 bits, then quantizes one of them and runs it in ONNX Runtime.\n",
-    False: "This demo takes a few minutes. It rounds the attention logits of small\n"
-    "trained models to 4 and 3 bits, then quantizes SmolLM2-135M as a DIFF model to\n"
-    "4 bits, runs it in torch and ONNX Runtime, and measures what the bits cost.\n",
-}
 
 
 @check_arguments
@@ -49,7 +41,10 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
         raise OutputExistsError(f"{folder} exists; give {option_name('overwrite', True)} to run the demo in it again")
     weights = None if pocket else smollm2_file()
     folder.mkdir(parents=True, exist_ok=True)
-    print_output(_CONTENTS[pocket])
+    model = "one of them" if pocket else "SmolLM2-135M as a DIFF model"
+    print_output("This demo takes a few minutes. It rounds the attention logits of small trained")
+    print_output(f"models to 4 and 3 bits, then quantizes {model}")
+    print_output("to 4 bits and runs it in torch and ONNX Runtime.\n")
     from diffquant.verbs.demonstration import quantize_and_export, quantize_pocket_model, show_figure_8
 
     show_figure_8(folder)

@@ -97,7 +97,7 @@ class VerbCommand(TyperCommand):
         for parameter in self.params:
             if isinstance(parameter, TyperArgument):
                 # Its name is a placeholder already; newer typers add Python's type.
-                parameter.display_type_rich = _nothing  # type: ignore[method-assign]
+                parameter.display_type_rich = lambda _: None  # type: ignore[method-assign]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = " ".join(args).replace("=", " ").split()
@@ -161,10 +161,6 @@ def _explain_value(value: str) -> str:
     if re.fullmatch("[0-9]{1,6}[kK]", value):
         return f"{value} may be {int(value[:-1]) * 1000} or {int(value[:-1]) * 1024}: give one of them"
     return explain_foreign_name(value)
-
-
-def _nothing(ctx: Any) -> None:
-    """Hide the type after an argument's name."""
 
 
 app = typer.Typer(
