@@ -97,7 +97,7 @@ class VerbCommand(TyperCommand):
         for parameter in self.params:
             if isinstance(parameter, TyperArgument):
                 # Its name is a placeholder already; newer typers add Python's type.
-                parameter.display_type_rich = lambda _: None  # type: ignore[method-assign]
+                parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # noqa: ARG005
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = " ".join(args).replace("=", " ").split()
