@@ -3,9 +3,9 @@
     python -m tests.walk [--folder FOLDER] [--only NAME...]
 
 In a new environment with the wheel, on terminals of 80 columns: quantize, fidelity, export, verify and generate on the
-small trained models, a random DiffLlama and a random Motif, then the commands of the tutorial and of README in order. It
-fails where a command fails, prints something else than README shows, says nothing for more than five seconds, writes a
-line that 80 columns do not hold, or answers wrongly: SmolLM2 says Paris, the trained model finds 42, `verify` says
+small trained models, a random DiffLlama and a random Motif, then the commands of the tutorial and of README in order.
+It fails where a command fails, prints something else than README shows, says nothing for more than five seconds, writes
+a line that 80 columns do not hold, or answers wrongly: SmolLM2 says Paris, the trained model finds 42, `verify` says
 PASS, and KL from 16 bits is below a bound. All commands and their answers are in FOLDER/transcript.txt.
 """
 
