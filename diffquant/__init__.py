@@ -21,7 +21,8 @@ from diffquant.errors import DiffQuantError
 from diffquant.quantization.auto_classes import register_with_transformers
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
-from diffquant.support.installation import __version__, check_symbolic_links
+from diffquant.support.installation import __version__
+from diffquant.support.links import check_symbolic_links
 from diffquant.support.progress import show_waiting
 from diffquant.verbs import (
     bench,

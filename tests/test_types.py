@@ -59,7 +59,7 @@ def reports(tree, code):
 @thorough
 def test_mypy_reports_a_wrong_call_from_the_command_line_into_a_room(tree):
     said = reports(tree, FAULTS)
-    assert 'Module "diffquant.export" has no attribute "no_such_name"' in said
+    assert 'Module "diffquant.onnx" has no attribute "no_such_name"' in said
     assert 'Unexpected keyword argument "nonsense" for "export"' in said
 
 

@@ -26,6 +26,12 @@ _LEFT = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 _WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 
 
+def find_hub_name(path: Path) -> re.Match[str] | None:
+    """Return the match of a name ORG/NAME or ORG/NAME@REVISION, or nothing if the path exists."""
+    is_local = path.exists() or any(Path(part).exists() for part in path.parts[:1])
+    return None if is_local else NAME.fullmatch(path.as_posix())
+
+
 def fetch_to_local_path(path: Path) -> Path:
     """Return the path of a checkpoint named by a path, or by ORG/NAME or ORG/NAME@REVISION on the hub.
 
@@ -35,8 +41,8 @@ def fetch_to_local_path(path: Path) -> Path:
     Raises:
         CheckpointError: the hub has no such model or revision, denies access, or cannot be reached.
     """
-    named = NAME.fullmatch(path.as_posix())
-    if named is None or path.exists() or Path(path.parts[0]).exists():
+    named = find_hub_name(path)
+    if named is None:
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars

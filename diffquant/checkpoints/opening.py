@@ -1,8 +1,6 @@
 """Opens a checkpoint in any supported format, and checks its tensors against those that its adapter expects."""
 
-import re
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -20,13 +18,13 @@ from diffquant.checkpoints.compressed_tensors import (
 from diffquant.checkpoints.dequantized import dequantize_folder
 from diffquant.checkpoints.folder import FolderCheckpoint
 from diffquant.checkpoints.hub import fetch_to_local_path
+from diffquant.checkpoints.location import check_location, is_gguf
 from diffquant.checkpoints.reader import Checkpoint, TensorInfo
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters, Shape
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.support.names import first_few
-from diffquant.support.plain_data import is_encodable_text
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -37,53 +35,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
             that another library packed do not match its layout; the message names every offending file and tensor.
     """
     path = fetch_to_local_path(Path(path))
-    if not is_encodable_text(str(path.absolute())):
-        raise CheckpointError(f"the path {str(path)!r} is not UTF-8, which safetensors cannot open; rename it")
+    check_location(path)
     if is_gguf(path):
         # Imported here, since importing gguf takes time that opening a folder does not need.
         from diffquant.checkpoints.gguf import GgufCheckpoint
 
         return GgufCheckpoint(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file; {_suggest_path(path)}")
-    if inside := _checkpoints_in(path):
-        which = f"{inside[0]}, inside it" if len(inside) == 1 else f"one of {first_few(map(str, inside), ', ')}"
-        raise CheckpointError(f"{path} has no config.json; give {which}")
     return dequantize_folder(FolderCheckpoint(path))
-
-
-def is_gguf(path: Path) -> bool:
-    """Return whether a path ends in .gguf and is not a folder."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
-
-
-def _suggest_path(path: Path) -> str:
-    """Suggest the path the user probably meant."""
-    if path.is_file():
-        holds = (path.parent / "config.json").exists()
-        return f"give its folder, {path.parent}" if holds else "give a folder with a config.json"
-    # As a Path, the address has lost one of its two slashes.
-    if address := re.fullmatch(r"https?:/huggingface\.co/([^/]+/[^/]+).*", path.as_posix()):
-        return f"give the name of a model on the hub as ORG/NAME: {address[1]}"
-    return f"{_suggest_neighbour(path)}give the name of a model on the hub as ORG/NAME"
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    """List the checkpoints inside a folder: .gguf files, or snapshots in a folder of the hub's cache."""
-    if (folder / "config.json").exists():
-        return []
-    snapshots = [file.parent for file in folder.glob("snapshots/*/config.json")]
-    return sorted([*filter(is_gguf, folder.iterdir()), *snapshots])
-
-
-def _suggest_neighbour(path: Path) -> str:
-    """Suggest a neighbour with a similar name; "" if there is none."""
-    try:
-        names = [each.name for each in path.parent.iterdir() if each.is_dir() or is_gguf(each)]
-    except OSError:
-        return ""
-    near = get_close_matches(path.name, names, n=1, cutoff=0.8)
-    return f"did you mean {path.parent / near[0]}? " if near else ""
 
 
 _HEAD = "lm_head.weight"

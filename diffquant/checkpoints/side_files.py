@@ -13,7 +13,6 @@ from diffquant.errors import CheckpointError
 from diffquant.support.files import check_no_special_files, check_regular_file
 from diffquant.support.names import first_few
 from diffquant.support.plain_data import parse_json
-from diffquant.support.yaml_text import parse_yaml
 
 # As many bytes as the header of a safetensors file may have.
 _LARGEST = 100_000_000
@@ -76,6 +75,9 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
     If the card cannot be read, the licence is the hub's "unknown". If the folder is a snapshot of a model on the hub,
     base_model is that model.
     """
+    # Imported here, since importing yaml takes time that the command line's help does not need.
+    from diffquant.support.yaml_text import parse_yaml
+
     card = folder / CARD
     try:
         text = card.read_text(encoding="utf-8") if card.is_file() else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from diffquant import data
 from diffquant.checkpoints.hub import fetch_to_local_path
-from diffquant.checkpoints.opening import is_gguf
+from diffquant.checkpoints.location import is_gguf
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.side_files import TOKENIZER_CONFIG, check_side_files, read_json
 from diffquant.errors import CheckpointError

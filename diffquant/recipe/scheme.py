@@ -121,7 +121,7 @@ class Scheme:
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_grammar(target)}")
         name, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
-        name = "e4m3" if name == "fp8" else name
+        name = "e4m3" if name in ("fp8", "float8") else name
         name = str(int(name)) if re.fullmatch("[0-9]{1,9}", name) else name
         if name not in FORMATS:
             raise UsageError(_unknown_format(name, str(text), target))
@@ -204,23 +204,26 @@ def _unknown_format(name: str, text: str, target: str) -> str:
     """Explain why a scheme's format is unknown, and what to write."""
     if re.fullmatch("[0-9]{1,9}", name):
         return f"bits must be 2 to 8, or 16 for not quantized; got {name}"
-    named = [known for known in FORMATS if not known.isdecimal()]
-    others = f"; other formats are {', '.join(named)}" if named else ""
-    return f"cannot read scheme {text[:_LONGEST]!r}: {_meaning_of(name)}expected {_grammar(target)}{others}"
+    others = ", ".join(known for known in FORMATS if not known.isdecimal())
+    explained = explain_foreign_name(name) or f"expected {_grammar(target)}; other formats are {others}"
+    return f"cannot read scheme {text[:_LONGEST]!r}: {explained}"
 
 
-def _meaning_of(name: str) -> str:
-    """Translate another library's name of a scheme, as the start of a sentence; "" for an unknown name."""
-    if name in ("float8", "f8"):
-        return "8-bit floats are e4m3 here; "
+def explain_foreign_name(name: str) -> str:
+    """Explain how to write another library's name of a scheme here; "" for an unknown name."""
+    name = name.lower()
     if name in ("gptq", "awq", "autoround", "hqq"):
-        return f"{name} is a rounding, not a format: use {option_name('effort', 'balanced')} for GPTQ; "
-    known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
+        return f"{name} is a rounding, not a format: use {option_name('effort', 'balanced')} for GPTQ"
+    if joined := re.fullmatch(r"w?([2-8])(g[0-9]+|row|channel|tensor)", name):
+        return f"did you mean {joined[1]}:{joined[2]}?"
+    known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(a16|_.*|)", name)
     if known is None:
         return ""
+    bits, option = known[1], option_name("weights", f"{known[1]}:g32")
     if name.startswith("nf"):
-        return f"{name} is not supported; the nearest is {option_name('weights', f'{known[1]}:g32')}; "
-    return f"{known[1]}-bit weights with 16-bit activations are {option_name('weights', f'{known[1]}:g32')} here; "
+        return f"{name} is not supported; the nearest is {option}"
+    groups = f" ({bits}:g128 with llm-compressor's groups)" if known[2] == "a16" else ""
+    return f"{bits}-bit weights with 16-bit activations are {option} here{groups}"
 
 
 FULL = Scheme(format_named("16"))

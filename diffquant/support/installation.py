@@ -1,4 +1,4 @@
-"""Describes this installation: its version, commit, links and requirements, and the packages that made a result."""
+"""Describes this installation: its version, commit and requirements, and the packages that a result was made with."""
 
 import hashlib
 import json
@@ -158,25 +158,6 @@ def _declared_requirements() -> dict[str, list[str]]:
     recorded = metadata.metadata("diffquant")
     extras = ["", *(recorded.get_all("Provides-Extra") or [])]
     return dict.fromkeys(extras, recorded.get_all("Requires-Dist") or [])
-
-
-# Links of the package, in place of which git may have written small text files.
-_LINKS = ("benchmarks", "calib", "onnx")
-
-
-def check_symbolic_links(package: Path) -> None:
-    """Check that a package's symbolic links lead to folders.
-
-    Raises:
-        ImportError: git wrote text files in their place.
-    """
-    texts = [f"diffquant/{name}" for name in _LINKS if (package / name).is_file()]
-    if texts:
-        cure = f"git config core.symlinks true` and `git checkout -- {' '.join(texts)}"
-        raise ImportError(
-            f"this clone was made without symbolic links: {', '.join(texts)} are text files; run `{cure}` "
-            "(on Windows turn on developer mode first), or pip install a wheel of diffquant"
-        )
 
 
 def _project_file() -> Path:

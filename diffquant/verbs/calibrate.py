@@ -73,7 +73,7 @@ def calibrate(
     from diffquant.calib.calibration.importance import write_importance
     from diffquant.calib.calibration.observers import Observer
     from diffquant.checkpoints.gguf import is_own_gguf
-    from diffquant.checkpoints.opening import is_gguf
+    from diffquant.checkpoints.location import is_gguf
     from diffquant.checkpoints.ranges import check_calibrated_output, write_ranges
 
     def run(measure: Callable[..., _Made], *arguments: object) -> _Made:

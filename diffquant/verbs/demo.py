@@ -1,6 +1,5 @@
 """The verb `demo`: Figure 8 on small trained models, then quantizing a model from end to end."""
 
-import time
 from pathlib import Path
 
 from diffquant.errors import OutputExistsError
@@ -9,22 +8,12 @@ from diffquant.verbs import kinds
 from diffquant.verbs.kinds import check_arguments
 from diffquant.verbs.notes import print_output
 
-# About how long the demo may take; it determines the number of items.
-SECONDS = 240
 _NEXT = """\
 Then try your own checkpoint, a folder or ORG/NAME on the hub:
   diffquant inspect ORG/NAME
-  diffquant quantize ORG/NAME -o my-4bit --weights 4:g32 --kv 8
+  diffquant quantize ORG/NAME -o my-4bit
   diffquant fidelity ORG/NAME my-4bit --characters 8192
 Continue with docs/tutorial.md."""
-# Introduction, by whether only the small models are used.
-_CONTENTS = {
-    True: "This demo takes a minute or two. It rounds the attention logits of small trained\n"
-    "models to 4 and 3 bits, then quantizes one of them and runs it in ONNX Runtime.\n",
-    False: "This demo takes about 4 minutes. It rounds the attention logits of small\n"
-    "trained models to 4 and 3 bits, then quantizes SmolLM2-135M as a DIFF model to\n"
-    "4 bits, runs it in torch and ONNX Runtime, and measures what the bits cost.\n",
-}
 
 
 @check_arguments
@@ -46,26 +35,22 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
             write.
     """
     from diffquant.data import smollm2_file
-    from diffquant.verbs.demonstration import (
-        check_demo_recipe_files,
-        quantize_and_export,
-        quantize_pocket_model,
-        score_recipes,
-        show_figure_8,
-    )
 
-    folder, end = Path(output), time.monotonic() + SECONDS
+    folder = Path(output)
     if folder.exists() and not overwrite:
         raise OutputExistsError(f"{folder} exists; give {option_name('overwrite', True)} to run the demo in it again")
     weights = None if pocket else smollm2_file()
-    check_demo_recipe_files(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    print_output(_CONTENTS[pocket])
+    model = "one of them" if pocket else "SmolLM2-135M as a DIFF model"
+    print_output("This demo takes a few minutes. It rounds the attention logits of small trained")
+    print_output(f"models to 4 and 3 bits, then quantizes {model}")
+    print_output("to 4 bits and runs it in torch and ONNX Runtime.\n")
+    from diffquant.verbs.demonstration import quantize_and_export, quantize_pocket_model, show_figure_8
+
     show_figure_8(folder)
     if weights is None:
         quantize_pocket_model(folder, overwrite)
     else:
-        differential = quantize_and_export(weights, folder, overwrite)
-        score_recipes(differential, folder, end)
+        quantize_and_export(weights, folder, overwrite)
     pages = [f"  {page}" for page in sorted(folder.glob("*/report.html"))]
     print_output("\n".join(["Open in a browser:", *pages, _NEXT]))

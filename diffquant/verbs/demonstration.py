@@ -1,7 +1,6 @@
 """The demo's steps: Figure 8 on bundled models, then SmolLM2-135M quantized to 4 bits and run in ONNX Runtime."""
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from shlex import quote
@@ -21,20 +20,10 @@ from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import align_columns
-from diffquant.support.files import write_atomically
-from diffquant.support.outputs import check_output_file
 from diffquant.support.progress import progress_for
+from diffquant.verbs.fidelity import fidelity
 from diffquant.verbs.generation import stream
 from diffquant.verbs.notes import print_output
-
-
-def count_items_until(end: float, seconds_per_item: float, most: int) -> int:
-    """Return how many items fit into the remaining time, at least 10 and at most `most`.
-
-    Args:
-        end: end of that time, as `time.monotonic` counts.
-    """
-    return min(most, max(10, int((end - time.monotonic()) / seconds_per_item)))
 
 
 def generate_in_torch_and_onnx(checkpoint: Path, exported: Path, prompt: str, new_tokens: int, overwrite: bool) -> None:
@@ -175,23 +164,18 @@ def _kl_text(result: SweepResult, cell: int) -> str:
 
 
 SMOLLM2_PROMPT = "The largest ocean on Earth is the"
-RECIPES = {
-    "weights-4-kv-8": Recipe.of(weights="4:g32", kv=8, rounding="mse"),
-    "weights-4-kv-8-logits-4": Recipe.of(weights="4:g32", kv=8, logits="4:row:shift", rounding="mse"),
-}
 _NEW_TOKENS = 8
-_FIRST_ITEMS, _MOST_ITEMS, _CHARACTERS = 4, 200, 4000
+_CHARACTERS = 8192
 
 
-def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> Path:
-    """Convert a checkpoint to DIFF V2, quantize and export it, and generate text; return the DIFF V2 folder.
+def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> None:
+    """Convert a checkpoint to DIFF V2, quantize and export it, generate text, and measure the loss.
 
     Args:
         weights: GGUF file to convert.
         output: the demo's folder.
     """
     differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
-    recipe = RECIPES["weights-4-kv-8"]
 
     print_output(f"2. SmolLM2-135M-Instruct ({weights.name}) is converted to DIFF V2")
     print_output(
@@ -201,67 +185,16 @@ def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> Path:
     print_output("model computes the same as the Transformer: a valid DIFF checkpoint that has not")
     print_output("learned to cancel noise.\n")
 
-    print_output(f"3. Quantize: weights {recipe.weights}, KV cache {recipe.k}")
-    print_output(quantize(differential, low, recipe, overwrite=overwrite, progress=progress_for("quantize")).summary())
+    print_output(f"3. Quantize: weights {RECIPE.weights}, KV cache {RECIPE.k}")
+    print_output(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
     print_output("The package's linear weights already have 4 bits (Q4_1), so 4-bit results look")
     print_output("better than from 16-bit weights. Transformers and vLLM need the embedding at 16")
     print_output("bits, so the folder is larger than the package's file.\n")
 
     print_output("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
     generate_in_torch_and_onnx(low, output / "smollm2-diff-v2-4bit-onnx", SMOLLM2_PROMPT, _NEW_TOKENS, overwrite)
-    return differential
 
-
-def score_recipes(differential: Path, output: Path, end: float) -> None:
-    """Score recipes by their KL over prose, and on as many HellaSwag items as fit into the remaining time.
-
-    Args:
-        differential: checkpoint to measure.
-        output: the demo's folder.
-        end: end of the demo's time, as `time.monotonic` counts.
-    """
-    folder = output / "scores"
-    folder.mkdir(exist_ok=True)
-    recipes = _recipe_files(output)
-    for file, recipe in recipes.items():
-        write_atomically(file, recipe.to_yaml())
-
-    print_output("5. How much quality was lost?")
-    # KL takes a fixed time. Items get the remaining time, at the speed that this machine then has.
-    _score(differential, folder, _options(recipes, perplexity={"characters": _CHARACTERS}))
-    first = _score(differential, folder, _options({}, hellaswag={"limit": _FIRST_ITEMS}))
-    seconds = sum(cell.result.seconds or 0.0 for cell in first.cells if cell.result) / _FIRST_ITEMS
-    items = count_items_until(end, (1 + len(recipes)) * seconds, _MOST_ITEMS)
-    print_output(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's four minutes.")
-    options = _options(recipes, hellaswag={"limit": items}, perplexity={"characters": _CHARACTERS})
-    result = _score(differential, folder, options)
-    print_output(result.table())
-    print_output(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
-    print_output("With so few items only large losses are visible, as the interval shows. KL")
-    print_output("shows smaller ones.")
-
-
-def _options(recipes: Iterable[Path], **tasks: dict[str, int]) -> SweepOptions:
-    """Return options of a sweep that measures tasks at 16 bits and under recipes."""
-    given = {name: value for options in tasks.values() for name, value in options.items()}
-    return SweepOptions(tasks=tuple(tasks), bits=(16,), recipes=tuple(recipes), dtype="float32", task_options=given)
-
-
-def check_demo_recipe_files(output: Path) -> None:
-    """Check, before the demo starts, that its recipe files would not replace other files.
-
-    Raises:
-        OutputExistsError: a file exists that the demo did not write.
-    """
-    for file, recipe in _recipe_files(output).items():
-        check_output_file(file, file.is_file() and file.read_bytes() == recipe.to_yaml().encode())
-
-
-def _recipe_files(output: Path) -> dict[Path, Recipe]:
-    return {output / "scores" / f"{name}.yaml": recipe for name, recipe in RECIPES.items()}
-
-
-def _score(checkpoint: Path, folder: Path, options: SweepOptions) -> SweepResult:
-    result = run_sweep([checkpoint], options, folder, progress_for("score"))
-    result.require_complete()
-    return result
+    print_output("5. How far are its predictions from those of the 16-bit model?")
+    print_output(str(fidelity(differential, low, characters=_CHARACTERS)))
+    print_output("Rounding was by mse, which is quick. The default for models of up to a billion")
+    print_output("weights, gptq, loses less.\n")

@@ -51,9 +51,8 @@ def evaluate(
         DiffQuantError: the checkpoint, the recipe, a task or its data cannot be read; raised before the first item.
     """
     from diffquant.measure.sweep.grid import SweepOptions
-    from diffquant.measure.sweep.run import evaluate as measure
-    from diffquant.onnx.targets import runtime_of
 
+    wanted = None if recipe is None else Recipe.parse(recipe)
     options = SweepOptions(
         tasks=split_texts(tasks),
         scales=() if scales is None else to_paths(scales),
@@ -64,6 +63,8 @@ def evaluate(
         device_map=device_map,
         offload_folder=to_path(offload_folder),
     )
+    from diffquant.measure.sweep.run import evaluate as measure
+    from diffquant.onnx.targets import runtime_of
+
     choose_device(device)
-    wanted = None if recipe is None else Recipe.parse(recipe)
     return measure(Path(model), wanted, options, progress or progress_for("eval"), runtime_of)

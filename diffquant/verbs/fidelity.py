@@ -1,8 +1,10 @@
 """The verb `fidelity`: measures how far one model's next-token distributions are from another's."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from diffquant.checkpoints.location import check_location
 from diffquant.errors import UsageError
 from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
@@ -21,8 +23,16 @@ CONTEXT = 512
 CHARACTERS = 65536
 
 
-Reference = Annotated[kinds.PathText, kinds.Kind(str, "REFERENCE", is_positional=True)]
-Candidate = Annotated[kinds.PathText, kinds.Kind(str, "CANDIDATE", is_positional=True)]
+def _check_side(place: Path | str) -> None:
+    """Check that a checkpoint is there; a file or URL is checked when it is opened."""
+    if not str(place).startswith(_SERVERS) and not Path(place).is_file():
+        check_location(Path(place))
+
+
+_SERVERS = ("http://", "https://")
+_SIDE = kinds.Kind(str, is_positional=True, check=_check_side)
+Reference = Annotated[kinds.PathText, replace(_SIDE, placeholder="REFERENCE")]
+Candidate = Annotated[kinds.PathText, replace(_SIDE, placeholder="CANDIDATE")]
 Characters = Annotated[int, kinds.Kind(int, "NUMBER", least=0)]
 Context = Annotated[int, kinds.Kind(int, "TOKENS", least=4)]
 
@@ -136,7 +146,7 @@ def _open(place: str, top_k: int, dtype: str, device: str) -> "ComparedModel":
     from diffquant.measure.fidelity.base_file import MAGIC, BaseFile
     from diffquant.measure.fidelity.sides import ServedModel
 
-    if place.startswith(("http://", "https://")):
+    if place.startswith(_SERVERS):
         return ServedModel(place, top_k)
     if _begins_with(Path(place), MAGIC):
         return BaseFile(Path(place))

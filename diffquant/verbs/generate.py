@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diffquant.checkpoints.source import Source
     from diffquant.model.causal import CausalModel
 
-AnyModel = Annotated["Path | str | Source | CausalModel", kinds.Kind(Path, "MODEL", is_positional=True)]
+AnyModel = Annotated["Path | str | Source | CausalModel", kinds.MODEL]
 Dtype = Annotated["torch.dtype | str", kinds.Kind(str, "NAME")]
 
 
@@ -71,6 +71,7 @@ def generate(
             is missing.
         DiffQuantError: the checkpoint or the recipe cannot be used, see `load`.
     """
+    wanted = None if recipe is None else Recipe.parse(recipe)
     import transformers
 
     from diffquant.attention import check_backend
@@ -81,7 +82,6 @@ def generate(
     from diffquant.support.devices import as_dtype
     from diffquant.verbs.generation import stream
 
-    wanted = None if recipe is None else Recipe.parse(recipe)
     check_backend(attention)
     if isinstance(model, CausalModel):
         for_loading = (wanted, scales, dtype, device_map, offload_folder)

@@ -75,11 +75,11 @@ def plan(
     Raises:
         DiffQuantError: the checkpoint or the recipe cannot be used.
     """
+    wanted = None if recipe is None else Recipe.parse(recipe)
     from diffquant.checkpoints.source import open_source
     from diffquant.quantization.planning import plan_memory
     from diffquant.support.machine import available_memory
 
-    wanted = None if recipe is None else Recipe.parse(recipe)
     source = open_source(model)
     there = available_memory() if memory is None else _bytes(memory)
     where = "free on this machine" if memory is None else "as given"

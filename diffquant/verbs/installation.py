@@ -25,7 +25,6 @@ ADDED_BY = {
     "ray": "sweeps on a Ray cluster",
     "peers": "lm-eval's tasks",
     "vllm": "the serve command on a CPU; on a GPU it uses the vllm that is installed",
-    "quantizers": "the other libraries of the rounding contest",
 }
 
 
@@ -70,11 +69,11 @@ class Diagnosis(PrintableResult):
         for extra, versions in self.extras.items():
             missing = [name for name, version in versions.items() if version is None]
             present = ", ".join(self._describe_version(*each) for each in versions.items() if each[1])
-            state = f"lacks {', '.join(missing)}: {install_command(extra)} adds {ADDED_BY[extra]}"
+            state = f"lacks {', '.join(missing)}, for {ADDED_BY[extra]}"
             lines.append(
                 f"extra {extra}: {present + '; ' if present and missing else present}{state if missing else ''}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, f"an extra is added by {install_command('EXTRA')}"])
 
     def _describe_version(self, package: str, version: str | None) -> str:
         bound = self.unmet.get(package)

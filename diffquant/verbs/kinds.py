@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from numbers import Integral, Number, Real
 from os import PathLike
@@ -11,7 +11,9 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
+from diffquant.checkpoints.location import check_location
 from diffquant.errors import UsageError
+from diffquant.onnx.files import check_exported
 from diffquant.recipe.targets import TARGETS
 from diffquant.support.names import did_you_mean, split_list, split_numbers
 from diffquant.support.plain_data import is_encodable_text
@@ -43,6 +45,7 @@ class Kind:
         list_values: function that lists the possible values, which the help then shows.
         heading: heading of the help under which it is listed.
         accepts_stdin: whether the value - means to read standard input.
+        check: check of a value that the command line makes before it imports torch.
     """
 
     type: Any
@@ -56,6 +59,7 @@ class Kind:
     list_values: Callable[[], Iterable[str]] | None = None
     heading: str = "Options"
     accepts_stdin: bool = False
+    check: Callable[[Path], None] | None = None
 
 
 _PLAIN = {int: Kind(int, "NUMBER"), float: Kind(float, "NUMBER"), bool: Kind(bool)}
@@ -77,10 +81,11 @@ def _task_usages() -> list[str]:
 
 
 PathText = Path | str
-Model = Annotated["PathText | Source", Kind(Path, "MODEL", is_positional=True)]
-PathModel = Annotated[PathText, Kind(Path, "MODEL", is_positional=True)]
-Models = Annotated[PathText | Sequence[PathText], Kind(Path, "MODELS", is_positional=True, is_repeatable=True)]
-Exported = Annotated[PathText, Kind(Path, "FOLDER", is_positional=True)]
+MODEL = Kind(Path, "MODEL", is_positional=True, check=check_location)
+Model = Annotated["PathText | Source", MODEL]
+PathModel = Annotated[PathText, MODEL]
+Models = Annotated[PathText | Sequence[PathText], replace(MODEL, placeholder="MODELS", is_repeatable=True)]
+Exported = Annotated[PathText, Kind(Path, "FOLDER", is_positional=True, check=check_exported)]
 NewFolder = Annotated[PathText, Kind(Path, "FOLDER", short="-o")]
 NewFile = Annotated[PathText, Kind(Path, "FILE", short="-o")]
 Folder = Annotated[PathText, Kind(Path, "FOLDER")]
@@ -122,7 +127,10 @@ Push = Annotated[str, Kind(str, "ORG/NAME")]
 
 # Options of other tools, by the argument with the same effect here.
 OPTIONS_ELSEWHERE = {
-    'recipe={"weights": "4:g32"}': ("bits", "wbits", "w-bits", "q-bits", "group-size", "q-group-size"),
+    'recipe={"weights": "4:g32"}': (
+        *("bits", "wbits", "w-bits", "q-bits", "group-size", "q-group-size"),
+        *("scheme", "quantization", "quant-type", "qtype"),
+    ),
     'rounding="gptq"': ("method", "algorithm", "quant-method"),
     'recipe={"kv": 8}': ("kv-cache-dtype", "kv-bits", "cache-type"),
 }

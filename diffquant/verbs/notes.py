@@ -29,7 +29,7 @@ def check_push(repository: str | None, output: Path | str = "") -> None:
     """
     if repository is not None:
         from diffquant.checkpoints.hub import check_pushable
-        from diffquant.checkpoints.opening import is_gguf
+        from diffquant.checkpoints.location import is_gguf
 
         if is_gguf(Path(output)):
             raise UsageError(f"{option_name('push', repository)} uploads a folder, not a file; give a folder as output")

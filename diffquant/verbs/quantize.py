@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diffquant.quantization.plan import QuantizationPlan
     from diffquant.quantization.quantize import QuantizationResult
 
-AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.Kind(Path, "MODEL", is_positional=True)]
+AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.MODEL]
 Output = Annotated["Path | str", kinds.Kind(Path, "FOLDER", short="-o")]
 DEFAULT_RECIPE = "int4"
 # What each effort rounds by.
@@ -111,9 +111,6 @@ def quantize(
         DiffQuantError: the checkpoint, the recipe or the output cannot be used; no output is left.
         KeyboardInterrupt: interrupted; finished shards are kept, and the message says how to resume.
     """
-    from diffquant.checkpoints.corpora import open_corpora
-    from diffquant.quantization.quantize import quantize as write
-
     wanted = Recipe.parse(DEFAULT_RECIPE if recipe is None else recipe)
     # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
     asks_for_weights = isinstance(recipe, Mapping) and "weights" in recipe
@@ -150,6 +147,9 @@ def quantize(
             f"leave out {' and '.join(needless)}, or give {option_name('weights', '4:g32')}: only the rounding of "
             "weights uses such options, and this recipe rounds none"
         )
+    from diffquant.checkpoints.corpora import open_corpora
+    from diffquant.quantization.quantize import quantize as write
+
     check_push(push, output or "")
     source = _open(model, weights_only, (keep,) if isinstance(keep, str) else tuple(keep), weight_rules)
     if not asks_for_weights and replace(wanted, rounding=NEAREST) == Recipe():

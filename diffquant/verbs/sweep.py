@@ -84,11 +84,7 @@ def sweep(
         FailedCellsError: some measurements failed; the others are written and in the error's `result`.
         KeyboardInterrupt: interrupted; the message says how to resume.
     """
-    from diffquant.measure.sweep.engines import choose_executor
     from diffquant.measure.sweep.grid import SweepOptions
-    from diffquant.measure.sweep.outputs import write_outputs
-    from diffquant.measure.sweep.run import run_sweep
-    from diffquant.onnx.targets import runtime_of
 
     options = SweepOptions(
         tasks=split_texts(tasks),
@@ -103,6 +99,11 @@ def sweep(
         device_map=device_map,
         offload_folder=to_path(offload_folder),
     )
+    from diffquant.measure.sweep.engines import choose_executor
+    from diffquant.measure.sweep.outputs import write_outputs
+    from diffquant.measure.sweep.run import run_sweep
+    from diffquant.onnx.targets import runtime_of
+
     devices = split_texts(device) or ("",)
     if len(devices) == 1:
         choose_device(devices[0])

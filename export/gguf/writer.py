@@ -22,7 +22,7 @@ from torch import Tensor
 from diffquant.checkpoints.atomic_folder import RECORD, check_output, stage_output
 from diffquant.checkpoints.gguf import PLAIN_TYPES, is_own_gguf
 from diffquant.checkpoints.gguf_tokenizer import load_gguf_tokenizer
-from diffquant.checkpoints.opening import is_gguf
+from diffquant.checkpoints.location import is_gguf
 from diffquant.checkpoints.row_stream import checkpoint_key, convert_rows, open_workers, row_blocks
 from diffquant.checkpoints.side_files import format_front_matter
 from diffquant.checkpoints.source import Source, open_source

@@ -1,5 +1,9 @@
-"""Verbs on checkpoints start fast: they import neither transformers nor a compiler, which take longer than the work."""
+"""Verbs on checkpoints start fast: they import neither transformers nor a compiler, which take longer than the work.
 
+Mistakes that a command line shows are answered before torch is imported.
+"""
+
+import json
 import subprocess
 import sys
 
@@ -42,3 +46,45 @@ def test_a_verb_on_a_checkpoint_imports_no_models_and_no_compiler(tmp_path, chec
     done = subprocess.run([sys.executable, "-c", CLI, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not HEAVY & set(done.stdout.split("\n")[-2].split())
+
+
+MISTAKES = [
+    ("quantize nowhere -o OUT", "nowhere is neither"),
+    ("quantize LLAMA -o OUT --weights 4g32", "did you mean 4:g32?"),
+    ("quantize LLAMA -o OUT --wieghts 4:g32", "--weights"),
+    ("quantize LLAMA -o OUT --preset W4A16", "--weights 4:g32 here (4:g128 with llm-compressor's groups)"),
+    ("quantize LLAMA -o OUT --scheme W4A16", "use --weights BITS:gSIZE, such as 4:g32, or --preset int4"),
+    ("plan LLAMA --context 32k", "32k may be 32000 or 32768: give one of them"),
+    ("eval LLAMA --tasks wikitext", "lm-eval:wikitext"),
+    ("sweep LLAMA -o OUT --targets wights", "did you mean 'weights'?"),
+    ("fidelity LLAMA nowhere", "nowhere is neither"),
+    ("verify nowhere LLAMA", "there is no nowhere"),
+    ("serve nowhere", "nowhere is neither"),
+    ("serve LLAMA --max-model-len 32k", "use --context TOKENS"),
+]
+
+
+MAKE_MISTAKES = """
+import json, sys
+from contextlib import redirect_stderr
+from io import StringIO
+from diffquant.verbs.cli import main
+for command in sys.stdin.read().splitlines():
+    sys.argv[1:] = command.split()
+    with redirect_stderr(StringIO()) as said:
+        try:
+            main()
+        except SystemExit as stop:
+            print(json.dumps([stop.code, said.getvalue(), "torch" in sys.modules]))
+"""
+
+
+def test_mistakes_are_answered_before_torch_is_imported(tmp_path, checkpoints):
+    llama, out = str(checkpoints["LLAMA"]), str(tmp_path / "out")
+    commands = "\n".join(command.replace("LLAMA", llama).replace("OUT", out) for command, _ in MISTAKES)
+    done = subprocess.run([sys.executable, "-c", MAKE_MISTAKES], input=commands, capture_output=True, text=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for (command, hint), (status, said, has_torch) in zip(MISTAKES, answers, strict=True):
+        assert hint in said, command
+        assert status in (1, 2), command
+        assert not has_torch, command

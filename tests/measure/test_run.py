@@ -323,9 +323,11 @@ def test_progress_ends_at_all_and_never_goes_back(model, tmp_path):
 def test_bad_input_is_refused_before_any_cell(model, tmp_path):
     with pytest.raises(CheckpointError):
         run_sweep([model, tmp_path / "absent"], OPTIONS, tmp_path / "out")
-    unknown = SweepOptions(tasks=("arc", "perplexity"), task_options={"text": tmp_path / "absent"})
-    with pytest.raises(UsageError, match=r"unknown task 'arc'.*absent"):
-        run_sweep([model], unknown, tmp_path / "out")
+    with pytest.raises(UsageError, match="unknown task 'arc'"):
+        SweepOptions(tasks=("arc", "perplexity"))
+    absent = SweepOptions(tasks=("perplexity",), task_options={"text": tmp_path / "absent"})
+    with pytest.raises(UsageError, match="absent"):
+        run_sweep([model], absent, tmp_path / "out")
     for task_options, said in (({"limit": 0}, "limit must be 1 or more"), ({"window": 8, "stride": 9}, "stride 9")):
         with pytest.raises(UsageError, match=said):
             run_sweep([model], replace(OPTIONS, task_options=task_options), tmp_path / "out")

@@ -117,7 +117,7 @@ def quantize_once(
 def idle_memory() -> int:
     """Bytes of anonymous memory of a process that has imported everything and done nothing."""
     script = "import json, diffquant.quantization.quantize, diffquant.benchmarks.measuring as memory\n"
-    said = run_apart("-c", f'{script}print(json.dumps({{"idle": memory.resident()[1]}}))')
+    said = run_apart("-c", f'{script}print(json.dumps({{"idle": memory.measure_resident_bytes()[1]}}))')
     return int(said["idle"])
 
 

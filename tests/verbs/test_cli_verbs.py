@@ -128,7 +128,9 @@ def test_an_interrupted_import_is_one_line(tmp_path, package, name):
     code = "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "runpy.run_module('diffquant', run_name='__main__', alter_sys=True)"
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
-    done = subprocess.run([sys.executable, "-c", code, "inspect", "x"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", str(tmp_path)], env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
@@ -137,7 +139,7 @@ def test_a_terminal_shows_at_once_that_torch_is_loading(tmp_path):
     (tmp_path / "torch/__init__.py").write_text("raise SystemExit(7)\n")
     ours, theirs = pty.openpty()
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
-    command = [sys.executable, "-m", "diffquant", "inspect", "x"]
+    command = [sys.executable, "-m", "diffquant", "inspect", str(tmp_path)]
     with subprocess.Popen(command, env=environment, stderr=theirs, stdout=subprocess.PIPE) as process:
         os.close(theirs)
         assert process.wait() == 7

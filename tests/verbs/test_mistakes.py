@@ -149,7 +149,7 @@ def test_a_memory_without_its_unit_is_no_number_of_bytes(checkpoint, memory):
         diffquant.plan(checkpoint, memory=memory)
 
 
-@in_one_test(("scheme", "hint"), [("float8", "are e4m3 here"), ("awq", "awq is a rounding, not a format")])
+@in_one_test(("scheme", "hint"), [("4g32", "did you mean 4:g32"), ("awq", "awq is a rounding, not a format")])
 def test_names_of_other_tools_hear_ours(scheme, hint):
     with pytest.raises(UsageError, match=hint):
         diffquant.Scheme.parse(scheme)

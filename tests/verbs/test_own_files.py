@@ -11,7 +11,6 @@ from diffquant.benchmarks.run import PARTS
 from diffquant.errors import OutputExistsError
 from diffquant.support.outputs import RunFiles, check_replaceable
 from diffquant.verbs.cli import app, main
-from diffquant.verbs.demonstration import RECIPES
 from tests.support import tiny_lm
 
 COMMANDS = typer.main.get_command(app).commands
@@ -31,7 +30,7 @@ FOLDERS = {
     }.items()
 }
 FILES = {"calibrate": ("calibrate", "MODEL", "--tokens", "256", "--window", "64"), "report": ("report", "RUNS")}
-# The demo is a chain of verbs, and writes the recipes that it sweeps.
+# The demo is a chain of verbs.
 CHAINS = {"demo"}
 READS_ONLY = {"plan", "eval", "compare", "generate", "serve", "verify", "run", "inspect", "doctor"}
 
@@ -102,16 +101,6 @@ def test_somebodys_file_is_left_as_it_is(name, run, tmp_path):
     file.unlink()
     for _ in range(2):
         assert run(FILES[name], file, runs)[0] == 0
-
-
-def test_the_demo_leaves_somebodys_files_as_they_are(run, tmp_path):
-    for name in RECIPES:
-        file = tmp_path / name / "scores" / f"{name}.yaml"
-        file.parent.mkdir(parents=True)
-        file.write_bytes(FOREIGN)
-        code, said = run(("demo",), tmp_path / name)
-        assert (code, f"holds {name}.yaml, which diffquant did not write" in said) == (1, True), said
-        assert [each for each in (tmp_path / name).rglob("*") if each.is_file()] == [file]
 
 
 def test_somebodys_link_and_folder_count_as_theirs(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import time
 from functools import cache
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.verbs import demonstration as pocket
 from diffquant.verbs.demo import demo
-from diffquant.verbs.demonstration import count_items_until
-from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
 
 MODELS = {path.name: path for path in data.pocket_models("needle")}
@@ -131,8 +128,3 @@ def test_the_demo_says_which_runs_its_english_models_are_and_what_all_six_traini
 def counts_of(table, name):
     """Numbers of a model's row in a table of the demo."""
     return [int(count) for count in re.search(rf"^{name} +([0-9 ]+)$", table, re.M)[1].split()]
-
-
-@in_one_test(("seconds_per_item", "items"), [(1e-3, 200), (2.0, 30), (1e3, 10)])
-def test_the_demo_scores_as_many_items_as_its_time_allows(seconds_per_item, items):
-    assert count_items_until(time.monotonic() + 60.5, seconds_per_item, most=200) == items

@@ -133,12 +133,12 @@ def test_a_flag_turns_off_what_is_on_and_what_only_the_terminal_has_stays_there(
     monkeypatch.setitem(VIEWS, "toy", ResultView(lambda made, _: f"made {made}", lambda made, _: json.dumps(made)))
     program = typer.Typer()
     program.command()(make_command(toy))
-    monkeypatch.setattr(sys, "argv", ["toy", "here", "--no-cache", "--json"])
+    monkeypatch.setattr(sys, "argv", ["toy", ".", "--no-cache", "--json"])
     with pytest.raises(UsageError, match="half made"):
         program(standalone_mode=False)
-    assert seen == {"model": Path("here"), "cache": False, "said": None}
+    assert seen == {"model": Path("."), "cache": False, "said": None}
     assert json.loads(capsys.readouterr().out) == {"half": 1}
-    monkeypatch.setattr(sys, "argv", ["toy", "here"])
+    monkeypatch.setattr(sys, "argv", ["toy", "."])
     with pytest.raises(UsageError):
         program(standalone_mode=False)
     assert (seen["cache"], seen["said"] is None) == (True, False)

@@ -8,7 +8,7 @@ from diffquant.checkpoints.places import DeviceMap, OffloadPlan
 from diffquant.errors import UsageError
 from diffquant.measure.cells import RECIPE, SweepPoint
 from diffquant.measure.task import batch_tokens_on
-from diffquant.measure.tasks import check_options, task_kinds, task_options
+from diffquant.measure.tasks import check_options, task_class_named, task_kinds, task_options
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import DEFAULT_GRANULARITY
 from diffquant.support.files import check_distinct
@@ -74,6 +74,8 @@ class SweepOptions:
             wrong.append(f"no task: give one of {', '.join(sorted(task.usage for task in task_kinds()))}")
         if wrong:
             raise UsageError("; ".join(wrong))
+        for name in self.tasks:
+            task_class_named(name)
         check_options(self.task_options)
         _ = self.device_placement
 

@@ -1,7 +1,9 @@
 """Commands generated from verbs, and the layout of their help."""
 
 import inspect
+import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from diffquant import verbs
 from diffquant.errors import DiffQuantError
+from diffquant.recipe.scheme import explain_foreign_name
 from diffquant.support.installation import __version__
 from diffquant.support.machine import limit_spinning
 from diffquant.support.names import use_option_names
@@ -77,9 +80,11 @@ def make_command(verb: Callable[..., Any]) -> Callable[..., None]:
 _CommandLineError: Any = BadParameter.__base__
 # Options of other tools, by the option with the same effect here.
 ELSEWHERE = {
-    "--weights BITS:gSIZE, such as 4:g32": OPTIONS_ELSEWHERE['recipe={"weights": "4:g32"}'],
+    "--weights BITS:gSIZE, such as 4:g32, or --preset int4": OPTIONS_ELSEWHERE['recipe={"weights": "4:g32"}'],
     "--rounding NAME, such as gptq": OPTIONS_ELSEWHERE['rounding="gptq"'],
     "--kv BITS, such as 8": OPTIONS_ELSEWHERE['recipe={"kv": 8}'],
+    "--context TOKENS": ("max-model-len", "ctx-size", "n-ctx", "max-length"),
+    "--output FOLDER": ("out", "output-dir", "save-dir", "mlx-path"),
     "MODEL, the first argument": ("model", "pretrained", "hf-path"),
 }
 
@@ -92,18 +97,24 @@ class VerbCommand(TyperCommand):
         for parameter in self.params:
             if isinstance(parameter, TyperArgument):
                 # Its name is a placeholder already; newer typers add Python's type.
-                parameter.display_type_rich = _nothing  # type: ignore[method-assign]
+                parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # noqa: ARG005
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = " ".join(args).replace("=", " ").split()
         try:
             return super().parse_args(ctx, args)
         except BadParameter as error:
-            # A prefix from the library with which typer checks values.
-            error.message = error.message.removeprefix("Value error, ")
+            # Words of the library with which typer checks values.
+            message = error.message.removeprefix("Value error, ").replace("Input should", "it must")
+            options = getattr(error.param, "opts", ())
+            value = next((value for option, value in pairwise(given) if option in options), "")
+            error.message = "; ".join(filter(None, [_explain_value(value), message]))
             raise
         except _CommandLineError as error:
             name = getattr(error, "option_name", None) or ""
-            if ours := next((ours for ours, names in ELSEWHERE.items() if name.removeprefix("--") in names), None):
+            has = ("MODEL", *(option for each in self.params for option in each.opts))
+            found = (ours for ours, names in ELSEWHERE.items() if name.removeprefix("--") in names)
+            if ours := next((ours for ours in found if ours.startswith(has)), None):
                 error.message = f"No such option: {name}; use {ours}"
                 error.possibilities = ()
             elif "extra argument" in error.message and any(each.name == "output" for each in self.params):
@@ -134,6 +145,10 @@ class VerbCommand(TyperCommand):
 class VerbGroup(TyperGroup):
     """The list of verbs, grouped under headings, each with the first sentence of its help."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        # Options that install completion come last, which typer puts before --help.
+        return sorted(super().get_params(ctx), key=lambda each: "completion" in (each.name or ""))
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         for group, members in GROUPS.items():
             names = [command_name(verb) for verb in members]
@@ -141,8 +156,11 @@ class VerbGroup(TyperGroup):
                 formatter.write_dl([(name, (self.commands[name].help or "").partition("\n")[0]) for name in names])
 
 
-def _nothing(ctx: Any) -> None:
-    """Hide the type after an argument's name."""
+def _explain_value(value: str) -> str:
+    """Explain what to give for a value that other tools take, such as 32k or W4A16; "" for another value."""
+    if re.fullmatch("[0-9]{1,6}[kK]", value):
+        return f"{value} may be {int(value[:-1]) * 1000} or {int(value[:-1]) * 1024}: give one of them"
+    return explain_foreign_name(value)
 
 
 app = typer.Typer(

@@ -75,6 +75,7 @@ class Option:
         read = read | None if default is None else read
         kind = self.kind
         look: dict[str, Any] = {"metavar": kind.placeholder, "help": self.help, "min": kind.least, "max": kind.most}
+        look["case_sensitive"] = False
         if kind.is_positional:
             info = typer.Argument(**look)
         else:
@@ -86,8 +87,12 @@ class Option:
 
     def convert(self, parsed: Any) -> Any:
         """Convert a value that typer parsed to the verb's argument."""
+        values = tuple(parsed or ()) if self.kind.is_repeatable else (parsed,)
+        if self.kind.check:
+            for value in values:
+                self.kind.check(value)
         if self.kind.is_repeatable:
-            return tuple(parsed or ())
+            return values
         if self.kind.accepts_stdin and parsed == "-":
             try:
                 return sys.stdin.read()

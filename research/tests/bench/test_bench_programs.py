@@ -314,9 +314,9 @@ there = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *of: None if name in ("onnx", "onnxruntime") else there(name, *of)
 sys.modules["onnx"] = sys.modules["onnxruntime"] = None
 from diffquant.benchmarks.run import BenchOptions
-from diffquant.support.progress import silent
+from diffquant.support.progress import report_nothing
 from research.bench.sections import program_sections
-print(program_sections(())["export"](BenchOptions(("export",)))["ONNX"](silent)[0].missing)
+print(program_sections(())["export"](BenchOptions(("export",)))["ONNX"](report_nothing)[0].missing)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
