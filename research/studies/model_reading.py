@@ -56,6 +56,10 @@ class ModelReading:
             model.get_parameter(name).data = weight.float()
         return model
 
+    def shortened(self, tokens: int) -> "ModelReading":
+        """The same model over fewer tokens of the text."""
+        return ModelReading(self._source, self.weights, self._text, tokens, self._window)
+
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer."""
