@@ -111,7 +111,7 @@ def quantize(
 
     Raises:
         DiffQuantError: the checkpoint, the recipe or the output cannot be used; no output is left.
-        KeyboardInterrupt: interrupted; finished shards are kept, and the message says how to resume.
+        KeyboardInterrupt: interrupted; finished files are kept, and the message says how to resume.
     """
     from diffquant.checkpoints.corpora import open_corpora
     from diffquant.quantization.planning import estimate_seconds

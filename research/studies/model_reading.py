@@ -83,7 +83,7 @@ class ModelReading:
         asked = (rule, dict(given), schemes)
         if self._ready is None or self._ready[0] != asked:
             settings = RoundingSettings(rule, self._text, self._tokens, self._window, **given)
-            self._ready = asked, rounding_named(rule).prepare(self._source, schemes, settings, report_nothing)
+            self._ready = asked, rounding_named(rule).prepare(self._source, schemes, settings, report_nothing).finish()
         return self._ready[1]
 
     @cached_property
