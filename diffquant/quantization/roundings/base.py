@@ -41,7 +41,7 @@ class Rounder:
         made: codes int8 [out, in] and stored scale, by weight name, of weights that were rounded during preparation;
             `round` is used for the others.
         make: function that rounds the weights of `made`, and keeps finished layers in a partial folder if it gets one;
-            None if nothing is left to do.
+            or None if nothing is left to do.
     """
 
     round: Round
