@@ -54,19 +54,20 @@ def stage_output(destination: Path, key: Mapping[str, Any], nbytes: int, overwri
             staging = Staging(destination, key)
             try:
                 yield staging
+                staging.remove_kept()
                 _record_files(staging.folder)
                 staging.sync()
                 _put_in_place(partial, destination)
             except OSError:
-                # Keep finished shards: the user can free disk space and resume.
+                # Keep finished files: the user can free disk space and resume.
                 raise
             except KeyboardInterrupt:
                 if not (count := staging.finished_count()):
-                    # Without finished shards, as in an export, another run has nothing to resume from.
+                    # Without finished files, as in an export, another run has nothing to resume from.
                     staging.discard()
                     raise KeyboardInterrupt("interrupted; the partial output was removed") from None
                 raise KeyboardInterrupt(
-                    f"interrupted; {count} finished shards are kept in {partial}: run the same command again to resume"
+                    f"interrupted; {count} finished files are kept in {partial}: run the same command again to resume"
                 ) from None
             except Exception:
                 staging.discard()
@@ -201,6 +202,6 @@ def _write_error(error: OSError, destination: Path, nbytes: int) -> DiffQuantErr
         limit = "" if free < nbytes else f"; {os.strerror(error.errno)}, so check quotas and the number of files too"
         return DiffQuantError(
             f"the disk is full: {destination} needs {nbytes:,} bytes and {free:,} are free{limit}; "
-            f"finished shards are kept in {partial}: make room and run the same command again to resume"
+            f"finished files are kept in {partial}: make room and run the same command again to resume"
         )
-    return DiffQuantError(f"writing {destination} failed: {error}; finished shards, if any, are kept in {partial}")
+    return DiffQuantError(f"writing {destination} failed: {error}; finished files, if any, are kept in {partial}")

@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.support.digests import content_digest
 from diffquant.support.files import read_text, set_folder_aside, sync_to_disk, write_atomically
+
+# Prefix of files of tensors that lead to the output and are not part of it.
+_KEPT = "kept-"
 
 
 class Staging:
@@ -68,6 +73,21 @@ class Staging:
             self._records[shard] = entry
             self._write_journal()
         return entry
+
+    def keep_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep tensors that lead to the output, until it is complete."""
+        save_file(dict(tensors), self.folder / f"{_KEPT}{name}")
+        self.record_finished(f"{_KEPT}{name}", {})
+
+    def find_kept(self, name: str) -> dict[str, Tensor] | None:
+        """Return tensors that an earlier run kept, or None if there are none or their file changed."""
+        found = self.find_finished(f"{_KEPT}{name}") is not None
+        return load_file(self.folder / f"{_KEPT}{name}") if found else None
+
+    def remove_kept(self) -> None:
+        """Remove the kept tensors, so that only the output is left."""
+        for file in self.folder.glob(f"{_KEPT}*"):
+            file.unlink()
 
     def finished_count(self) -> int:
         return len(self._records)

@@ -147,7 +147,7 @@ def quantize_model(model: CausalModel, recipe: RecipeLike) -> CausalModel:
 
 def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
     """Return a function that replaces each parameter by the values that `quantize` would store."""
-    rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, report_nothing)
+    rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, report_nothing).finish()
 
     unpacked, magnitudes = unpacked_dtypes(source), Magnitudes(source.checkpoint, schemes)
 

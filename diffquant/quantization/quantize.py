@@ -75,7 +75,7 @@ class QuantizationResult(PrintableResult):
         weights: number of elements of all tensors.
         packed_bits: mean stored bits per packed weight, scales included; per weight if none is packed.
         seconds: wall time of this run in seconds.
-        resumed: number of shards reused from an interrupted run.
+        resumed: number of files reused from an interrupted run: shards, and layers rounded with calibration data.
         errors: error of every packed weight, largest first.
         rounding: name of the rounding.
         notes: messages about the recipe that the source records, and about code that was left out.
@@ -97,7 +97,7 @@ class QuantizationResult(PrintableResult):
         lines = [
             f"{one_line(str(self.destination))}: {compare_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s"
-            + (f", {self.resumed} shards reused from an interrupted run" if self.resumed else "")
+            + (f", {self.resumed} files reused from an interrupted run" if self.resumed else "")
         ]
         if self.errors:
             mean = sum(e.error for e in self.errors) / len(self.errors)
@@ -139,7 +139,7 @@ def quantize(
 
     Raises:
         DiffQuantError: the source, the recipe or the destination is invalid; no partial output is left.
-        KeyboardInterrupt: finished shards are kept, and the message explains how to resume.
+        KeyboardInterrupt: finished files are kept, and the message explains how to resume.
     """
     started = time.monotonic()
     destination, progress = Path(destination), progress or progress_for("quantize")
@@ -165,8 +165,11 @@ def quantize(
         **({"cache scales": plan.cache_scales} if plan.cache_scales else {}),
         "versions": versions(),
     }
-    with stage_output(destination, key, plan.bytes_after, overwrite) as staging:
+    # Finished layers keep a byte per code.
+    kept_bytes = sum(tensor.elements for tensor in plan.packed) if rounder.make else 0
+    with stage_output(destination, key, plan.bytes_after + kept_bytes, overwrite) as staging:
         opened.checkpoint.write_side_files(staging.folder)
+        rounder = rounder.finish(staging)
         records = write_shards(_shards(plan, rounder), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
         left_out = write_descriptions(plan, opened, rounded, records, errors, staging.folder)

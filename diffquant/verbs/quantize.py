@@ -109,7 +109,7 @@ def quantize(
 
     Raises:
         DiffQuantError: the checkpoint, the recipe or the output cannot be used; no output is left.
-        KeyboardInterrupt: interrupted; finished shards are kept, and the message says how to resume.
+        KeyboardInterrupt: interrupted; finished files are kept, and the message says how to resume.
     """
     wanted = Recipe.parse(DEFAULT_RECIPE if recipe is None else recipe)
     # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.

@@ -1,6 +1,7 @@
 """Figures of the page on rounding weights: methods at equal bits, other tools on DIFF models, and searched widths."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from diffquant.measure.stats import Difference, mean_interval
 from research.pages.raw import raw
 from research.pages.render import interval, table
 from research.studies.other_tools import SHOWN, table_cells
-from research.studies.rotated import NARROW, ROTATED, SOURCE, change, compared, name_of
+from research.studies.rotated import NARROW, ROTATED, change, compared, name_of
 from research.studies.rounding_repeats import ELSEWHERE, RULES, lead, spread, spread_cells
 from research.studies.rounding_tables import READERS, kl_less
 
@@ -104,34 +105,32 @@ OTHER_SETTING_WINS = all(
 
 def size_table(size: str) -> str:
     """Methods of a tier, each tool by its best setting, and KL in nats of four models on text elsewhere."""
+    is_timed = size == "4:g32"
     rows = [
         [
-            name,
+            re.sub(r",? \d bits|, imatrix", "", name),
             _bits(name),
-            f"{row('SmolLM2-135M', name)['cpu_seconds']:,.0f}",
+            *([f"{row('SmolLM2-135M', name)['cpu_seconds']:,.0f}"] if is_timed else []),
             *(_kl_cell(model, name) for model in FILES),
         ]
         for name in methods(size)
-        if not any(setting in name for setting in _WORSE_SETTINGS)
+        if not any(setting in name for setting in _WORSE_SETTINGS) and (is_timed or "nearest" not in name)
     ]
-    heads = ["method", "bits", "CPU seconds", *(f"{model}, KL" for model in FILES)]
+    heads = ["method", "bits", *(["CPU seconds"] if is_timed else []), *(f"{model}, KL" for model in FILES)]
     return table(heads, rows)
 
 
 def leads_table() -> str:
-    """KL of `tuned` and of `gptq` minus AutoRound's."""
+    """KL of `tuned` minus AutoRound's on both texts."""
     rows = [
         [
             f"{model}, {SIZES[size]}",
-            *(
-                interval(difference(model, f"{ours} {size}", other, text), 4, True)
-                for ours, text in (("tuned", "prose"), ("tuned", "elsewhere"), ("gptq", "elsewhere"))
-            ),
+            *(interval(difference(model, f"tuned {size}", other, text), 4, True) for text in TEXTS),
         ]
         for model in FILES
         for size, other in AUTOROUND.items()
     ]
-    return table(["KL minus AutoRound's, nats", "`tuned`, prose", "`tuned`", "`gptq`"], rows)
+    return table(["KL of `tuned` minus AutoRound's, nats", *TEXTS], rows)
 
 
 # Comparisons with AutoRound: `tuned` on the models trained here.
@@ -186,11 +185,6 @@ IQ4_LEADS = (
 )
 
 
-def times(model: str, methods_of: Sequence[str]) -> list[float]:
-    """CPU seconds of methods on a model."""
-    return [row(model, name)["cpu_seconds"] for name in methods_of]
-
-
 # Chance: AutoRound's reruns on another processor, and five seeds
 
 RERUNS = [
@@ -215,12 +209,11 @@ AHEAD_ON_V1 = all(
 def seeds_table() -> str:
     """`tuned` and AutoRound with five seeds each, at 4.5 bits."""
     rows = [
-        [name + (ELSEWHERE if elsewhere else ""), *spread_cells(result, elsewhere)]
+        [name + (ELSEWHERE if elsewhere else ""), *spread_cells(result, elsewhere)[::2]]
         for name, result in REPEATS.items()
         for elsewhere in (False, True)
     ]
-    heads = [head for rule in RULES for head in (f"{rule}: KL, nats", "spread")]
-    return table(["model", *heads, "AutoRound's above tuned's"], rows)
+    return table(["KL, nats", *RULES, "AutoRound's above tuned's"], rows)
 
 
 # How much text
@@ -341,21 +334,19 @@ EXACT, NARROWED = rotated_kl(ROTATED), rotated_kl(NARROW)
 
 
 def rotations_table() -> str:
-    """KL of each scheme and rule with the source's and with rotated weights, and its change, on text elsewhere."""
+    """Change of the KL of each scheme and rule by rotated weights, on text elsewhere."""
     schemes = dict.fromkeys(each for result in ROTATIONS.values() for each in compared(result))
     rows = [
         [f"`{scheme}` by `{rule}`", *(_rotation_cell(model, scheme, rule) for model in ROTATIONS)]
         for scheme, rule in schemes
     ]
-    return table(["KL, nats: source → rotated, change", *ROTATIONS], rows)
+    return table(["change of KL, nats", *ROTATIONS], rows)
 
 
 def _rotation_cell(model: str, scheme: str, rule: str) -> str:
     if (model, scheme, rule) not in _ROTATION_CHANGES:
         return "–"
-    results = ROTATIONS[model]["results"]
-    plain, ours = (results[name_of(which, scheme, rule)]["elsewhere"]["kl"] for which in (SOURCE, ROTATED))
-    return f"{plain:.4f} → {ours:.4f}, {interval(_ROTATION_CHANGES[model, scheme, rule], 4, True)}"
+    return interval(_ROTATION_CHANGES[model, scheme, rule], 4, True)
 
 
 # README's picture

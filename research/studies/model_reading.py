@@ -56,6 +56,10 @@ class ModelReading:
             model.get_parameter(name).data = weight.float()
         return model
 
+    def shortened(self, tokens: int) -> "ModelReading":
+        """The same model over fewer tokens of the text."""
+        return ModelReading(self._source, self.weights, self._text, tokens, self._window)
+
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer."""
@@ -79,7 +83,7 @@ class ModelReading:
         asked = (rule, dict(given), schemes)
         if self._ready is None or self._ready[0] != asked:
             settings = RoundingSettings(rule, self._text, self._tokens, self._window, **given)
-            self._ready = asked, rounding_named(rule).prepare(self._source, schemes, settings, report_nothing)
+            self._ready = asked, rounding_named(rule).prepare(self._source, schemes, settings, report_nothing).finish()
         return self._ready[1]
 
     @cached_property

@@ -35,6 +35,8 @@ class RoundingOptions:
         window: number of tokens the model sees at once, scored and read.
         tokens: number of tokens of the first half that are read.
         items: number of HellaSwag items; 0 for none.
+        read: file with a text that is read in place of the first half.
+        further: file with a third text, which is scored like the other two.
     """
 
     text: Path | None = None
@@ -42,10 +44,8 @@ class RoundingOptions:
     window: int = 512
     tokens: int = 16384
     items: int = 200
-
-
-# Keys of a row that has been scored on both texts.
-_SCORES = (*KEPT, "elsewhere")
+    read: Path | None = None
+    further: Path | None = None
 
 
 class Subject:
@@ -54,16 +54,20 @@ class Subject:
     def __init__(self, path: Path, options: RoundingOptions) -> None:
         self.path, self.options = path, options
         text = load_text(options.text)
-        self._read = text[: len(text) // 2]
+        self._read = load_text(options.read) if options.read else text[: len(text) // 2]
         self._texts = {
             "prose": text[len(text) // 2 :][: options.characters],
             "elsewhere": "\n".join(item.query for item in hellaswag.load_items())[: options.characters],
         }
+        if options.further:
+            self._texts["further"] = load_text(options.further, options.characters)
+        # Keys of a row that has been scored on all texts.
+        self._kept = (*KEPT, *list(self._texts)[1:])
         self._source = open_source(path)
         self._tokenizer = self._source.tokenizer
         available = len(self._tokenizer.encode(self._read, add_special_tokens=False))
         if available < options.tokens:
-            raise UsageError(f"the first half of the text has {available} tokens, fewer than --tokens {options.tokens}")
+            raise UsageError(f"the text that is read has {available} tokens, fewer than --tokens {options.tokens}")
         self._model = load(self._source, Recipe(), torch.float32, "cpu")
         adapter = self._source.adapter
         self._weights = {
@@ -72,7 +76,9 @@ class Subject:
         }
         for name, (_, weight) in self._weights.items():
             self._model.get_parameter(name).data = weight.float()
-        self._reading = ModelReading(self._source, self._weights, options.text, options.tokens, options.window)
+        self._reading = ModelReading(
+            self._source, self._weights, options.read or options.text, options.tokens, options.window
+        )
         self._items = hellaswag.load_items(limit=options.items) if options.items else []
 
     def settings(self) -> dict[str, Any]:
@@ -80,8 +86,7 @@ class Subject:
         return {
             "model": self.path.name,
             "fingerprint": self._source.fingerprint,
-            "text": text_digest(self._texts["prose"]),
-            "elsewhere": text_digest(self._texts["elsewhere"]),
+            **{"text" if name == "prose" else name: text_digest(text) for name, text in self._texts.items()},
             "read": text_digest(self._read),
             "characters": len(self._texts["prose"]),
             "window": self.options.window,
@@ -90,12 +95,12 @@ class Subject:
 
     def lacking(self, former: Mapping[str, Any]) -> bool:
         """Whether a former result lacks something that is asked for."""
-        return not _is_scored(former) or former.get("items", 0) < len(self._items)
+        return not self._is_scored(former) or former.get("items", 0) < len(self._items)
 
     def measured(self, method: Method | None, former: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of a method, or why there are none; None is the model as it is."""
         # Computed before a method changes the weights.
-        references = None if _is_scored(former) else self._references
+        references = None if self._is_scored(former) else self._references
         if method is None:
             return {"bits": 16.0} | self._scores(former, references)
         try:
@@ -151,11 +156,11 @@ class Subject:
 
     def _scores(self, former: Mapping[str, Any], references: Mapping[str, ModelOutputs] | None) -> dict[str, Any]:
         if references is None:
-            scores = {key: former[key] for key in _SCORES}
+            scores = {key: former[key] for key in self._kept}
         else:
             model = TorchModel(self._model, self._tokenizer)
             by_text = scores_of(model, self._texts, self.options.window, references)
-            scores = by_text["prose"] | {"elsewhere": by_text["elsewhere"]}
+            scores = by_text.pop("prose") | by_text
         if former.get("items", 0) >= len(self._items):
             return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
         result = hellaswag.evaluate_hellaswag(TorchModel(self._model, self._tokenizer), self._items)
@@ -167,6 +172,5 @@ class Subject:
         """States of the 16-bit model on the prose and on HellaSwag's contexts."""
         return references_of(TorchModel(self._model, self._tokenizer), self._texts, self.options.window)
 
-
-def _is_scored(row: Mapping[str, Any]) -> bool:
-    return all(key in row for key in _SCORES)
+    def _is_scored(self, row: Mapping[str, Any]) -> bool:
+        return all(key in row for key in self._kept)

@@ -26,7 +26,7 @@ _SCALE_BITS = 16
 _FINE, _COARSE, _, _LOW, _ = TIERS
 
 
-def _llm_compressor(bits: int, least: int, observer: str) -> Over:
+def llm_compressor(bits: int, least: int, observer: str) -> Over:
     """llm-compressor's GPTQ with its own order of columns, a layer at a time, on the inputs of rounded layers."""
 
     def prepare(reading: ModelReading) -> Quantize:
@@ -75,11 +75,12 @@ class _Block(torch.nn.Module):
         return self._runner.run_layer(self.layer, hidden_states)
 
 
-def auto_round(bits: int, least: int, seed: int | None = None) -> Over:
+def auto_round(bits: int, least: int, seed: int | None = None, batch_size: int = 8) -> Over:
     """AutoRound's tuning of rounding and ranges, symmetric, with its own settings but for the text and its windows.
 
     Args:
         seed: seed of its own draws; its own by default.
+        batch_size: number of windows a step; by default its own.
     """
 
     def prepare(reading: ModelReading) -> Quantize:
@@ -105,6 +106,7 @@ def auto_round(bits: int, least: int, seed: int | None = None) -> Over:
             group_size=least,
             seqlen=reading.windows.shape[1],
             nsamples=len(reading.windows),
+            batch_size=batch_size,
             dataset=[{"input_ids": ids[None]} for ids in reading.windows],
             device_map="cpu",
             amp=False,
@@ -216,7 +218,7 @@ def _of_llm_compressor(tier: str, bits: int, least: int) -> list[Method]:
         Method(
             f"llm-compressor GPTQ, {bits} bits, groups of {least}, {observer.removeprefix('memoryless_')}",
             tier,
-            _llm_compressor(bits, least, observer),
+            llm_compressor(bits, least, observer),
             "llmcompressor",
         )
         for observer in ("memoryless_minmax", "memoryless_mse")

@@ -142,7 +142,7 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes_and_is_replaced_onl
         if done > 0.6 * total:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="finished shards are kept"):
+    with pytest.raises(KeyboardInterrupt, match="finished files are kept"):
         convert(source, tmp_path / "out", to, progress=interrupt)
     convert(source, tmp_path / "out", to)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
@@ -164,7 +164,7 @@ def test_another_dtype_does_not_take_over_an_interrupted_runs_shards(tmp_path):
         if done > total / 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="finished shards are kept"):
+    with pytest.raises(KeyboardInterrupt, match="finished files are kept"):
         convert(source, tmp_path / "out", "diff-v2", progress=interrupt)
     convert(source, tmp_path / "out", "diff-v2", dtype="bfloat16")
     written = open_checkpoint(tmp_path / "out").tensors.values()

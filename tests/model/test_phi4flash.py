@@ -296,7 +296,7 @@ def test_rules_that_read_a_text_round_every_weight_of_the_layers(tmp_path, monke
     shapes = source.architecture.linear_shapes()
     schemes = {name.removesuffix(".weight"): Scheme.parse("4:row") for name in shapes}
     settings = RoundingSettings(name, tokens=64, window=32)
-    rounded = rounding_named(name).prepare(source, schemes, settings, report_nothing)
+    rounded = rounding_named(name).prepare(source, schemes, settings, report_nothing).finish()
     assert {name: tuple(codes.shape) for name, (codes, _) in rounded.made.items()} == dict(shapes)
 
 

@@ -1,5 +1,7 @@
 """GPTQ over a model: the inputs that a layer's weights are rounded for, the outputs that they keep, and their order."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from diffquant.quantization.roundings.gptq.compensation import (
 from diffquant.quantization.roundings.gptq.layer_inputs import group_by_input
 from diffquant.quantization.roundings.nearest import search_scale
 from diffquant.recipe.numbers.formats import format_named
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test
 
@@ -95,6 +97,50 @@ def test_unrounded_inputs_are_the_16_bit_models(checkpoint, tmp_path, summed):
     quantize(checkpoint, tmp_path / "low", Recipe.of(weights="3:g16", rounding=settings(inputs="unrounded")))
     for name, x in inputs_of(load(checkpoint, dtype=torch.float32), checkpoint).items():
         torch.testing.assert_close(summed[name].products, x.mT @ x, rtol=1e-4, atol=1e-5 * float(x.square().sum()))
+
+
+def interrupt(done, _total, what):
+    if what == "rounding by layers" and done == 1:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "rounding",
+    [settings(), settings(target="layer"), settings(inputs="unrounded"), settings() | {"name": "tuned"}],
+    ids=["gptq", "layer", "unrounded", "tuned"],
+)
+def test_an_interrupted_run_rounds_no_finished_layer_again(checkpoint, tmp_path, summed, rounding):
+    recipe, out = Recipe.of(weights="3:g16", rounding=rounding), tmp_path / "out"
+    quantize(checkpoint, tmp_path / "whole", recipe)
+    assert {name.split(".")[2] for name in summed} == {"0", "1"}
+    with pytest.raises(KeyboardInterrupt, match="1 finished files are kept"):
+        quantize(checkpoint, out, recipe, progress=interrupt)
+    summed.clear()
+    assert quantize(checkpoint, out, recipe).resumed == 1
+    assert {name.split(".")[2] for name in summed} == {"1"}
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+KILLED = """
+import os, signal, sys
+from diffquant import Recipe, quantize
+
+def kill(done, total, what):
+    if what == "rounding by layers" and done == total:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+rounding = {"name": "tuned", "tokens": 256, "window": 64}
+quantize(sys.argv[1], sys.argv[2], Recipe.of(weights="3:g16", rounding=rounding), progress=kill)
+"""
+
+
+def test_a_run_killed_before_its_first_shard_rounds_nothing_again(checkpoint, tmp_path, summed):
+    assert subprocess.run([sys.executable, "-c", KILLED, checkpoint, tmp_path / "out"], check=False).returncode == -9
+    recipe = Recipe.of(weights="3:g16", rounding=settings() | {"name": "tuned"})
+    assert quantize(checkpoint, tmp_path / "out", recipe).resumed == 2
+    assert not summed
+    quantize(checkpoint, tmp_path / "whole", recipe)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_the_models_target_brings_its_outputs_nearer(checkpoint):

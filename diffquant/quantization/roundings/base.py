@@ -4,7 +4,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from diffquant.checkpoints.calibration import Calibration, read_calibration
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.row_stream import row_blocks
 from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.staging import Staging
 from diffquant.checkpoints.tokens import max_length
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import UsageError
@@ -25,6 +26,8 @@ from diffquant.support.progress import Progress
 TOKENS = 16384
 # (source name, values [rows, in], scheme, dtype of the stored scale) -> codes int8 [rows, in], scale as stored.
 Round = Callable[[str, Tensor, Scheme, torch.dtype], tuple[Tensor, Tensor]]
+# Codes int8 [out, in] and stored scale, by weight name.
+MadeByName = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,22 @@ class Rounder:
         identity: JSON data that, with the checkpoint, the scheme and the rounding's name, determines the result.
         made: codes int8 [out, in] and stored scale, by weight name, of weights that were rounded during preparation;
             `round` is used for the others.
+        make: function that rounds the weights of `made`, and keeps finished layers in a partial folder if it gets one;
+            or None if nothing is left to do.
     """
 
     round: Round
     identity: Mapping[str, Any] = field(default_factory=dict)
-    made: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    made: MadeByName = field(default_factory=dict)
+    make: Callable[[Staging | None], MadeByName] | None = None
+
+    def finish(self, staging: Staging | None = None) -> "Rounder":
+        """Return this rounder with all weights rounded that need calibration data.
+
+        Args:
+            staging: partial folder in which finished layers are kept, and those of a killed run found.
+        """
+        return replace(self, made=self.make(staging), make=None) if self.make else self
 
 
 class Rounding(ABC):
@@ -86,7 +100,7 @@ class Rounding(ABC):
         settings: RoundingSettings,
         progress: Progress,
     ) -> Rounder:
-        """Prepare the method for a checkpoint, once before its first weight is rounded.
+        """Prepare the method for a checkpoint before its first weight is rounded; `Rounder.finish` reads a model.
 
         Args:
             source: a 16-bit checkpoint; with `needs_text`, of an architecture that diffquant can run.

@@ -12,9 +12,10 @@ from diffquant.errors import UsageError
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from research.studies import quantizers, rounding, rounding_tables
+from research.studies import quantizers, rounding, rounding_amounts, rounding_tables
+from research.studies.kv_results import KEPT
 from research.studies.quantizers import METHODS
-from research.studies.rounded_model import _SCORES, RoundingOptions, Subject
+from research.studies.rounded_model import RoundingOptions, Subject
 from research.studies.rounding_method import TIERS, Method, Quantized, by_itself
 from tests.support import tiny_lm
 
@@ -168,7 +169,7 @@ def test_a_run_resumes_and_adds_what_is_asked_for(checkpoint, tmp_path, monkeypa
     third = rounding.measure_methods(checkpoint, OPTIONS, wanted[:1], file)
     row = third["results"]["nearest 4:g32"]
     assert row["items"] == 4
-    assert all(row[key] == first["nearest 4:g32"][key] for key in _SCORES)
+    assert all(row[key] == first["nearest 4:g32"][key] for key in (*KEPT, "elsewhere"))
     assert json.loads(file.read_text()) == third
     lines = rounding_tables.method_table(third).splitlines()
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["16 bits", "nearest 4:g32", "gptq 4:g32"]
@@ -197,7 +198,7 @@ def _row(kl, tier="4.5 bits"):
 
 def _result(kl_by_name, **old):
     rows = {name: _row(kl) for name, kl in kl_by_name.items()} | old
-    full = {"bits": 16.0} | {key: _row([0.0] * 6)[key] for key in _SCORES}
+    full = {"bits": 16.0} | {key: _row([0.0] * 6)[key] for key in (*KEPT, "elsewhere")}
     return {"settings": {"model": "llama"}, "results": {"16 bits": full} | rows}
 
 
@@ -287,3 +288,27 @@ def test_a_converted_model_is_quantized_alike_in_both_maps(checkpoint, tmp_path)
     # Its inputs differ in their last bits.
     first, second = (each.measured(method, {}) for each in (plain, doubled))
     assert first["kl"] == pytest.approx(second["kl"], rel=1e-3)
+
+
+def test_a_text_of_its_own_is_read_and_a_third_one_is_scored(checkpoint, tmp_path):
+    read, further = tmp_path / "read.txt", tmp_path / "further.txt"
+    read.write_text("Whales sleep upright. " * 200)
+    further.write_text("An import statement binds names. " * 100)
+    options = RoundingOptions(characters=1500, window=64, tokens=512, items=0, read=read, further=further)
+    subject = Subject(checkpoint, options)
+    row = subject.measured(NAMED["nearest 4:g32"], {})
+    assert len(row["further"]["kl_by_window"]) > 0
+    assert not subject.lacking(row)
+    assert subject.lacking({key: value for key, value in row.items() if key != "further"})
+    plain = Subject(checkpoint, RoundingOptions(characters=1500, window=64, tokens=512, items=0))
+    assert subject.settings()["read"] != plain.settings()["read"]
+    shortened = subject._reading.shortened(128).windows
+    assert shortened.tolist() == subject._reading.windows[:2].tolist()
+
+
+def test_pieces_come_from_evenly_spaced_places_of_books_that_no_model_was_trained_on(monkeypatch):
+    monkeypatch.setattr(rounding_amounts, "_TRAINED_ON", 10)
+    monkeypatch.setattr(rounding_amounts, "_PIECES", 3)
+    monkeypatch.setattr(rounding_amounts, "_PIECE", 2)
+    pieces = rounding_amounts.cut_pieces("0123456789abcdefghi")
+    assert sorted(pieces[i : i + 2] for i in range(0, 6, 2)) == ["ab", "de", "gh"]

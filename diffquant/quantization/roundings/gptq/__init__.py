@@ -7,6 +7,7 @@ from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.weight_source import WeightSource
 from diffquant.errors import UsageError
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
+from diffquant.quantization.roundings.nearest import round_with_clipping
 from diffquant.recipe.rounding import ROUNDING_OPTIONS, RoundingSettings
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import option_name
@@ -42,7 +43,8 @@ class Gptq(Rounding):
                 f"{option_name('seed')} affects only rows of a JSONL file or dataset, but rounding {self.name} reads "
                 "plain text from its beginning; leave it out"
             )
-        return round_layers(opened, schemes, settings, calibration, progress)
+        make = partial(round_layers, opened, schemes, settings, calibration, progress)
+        return Rounder(round_with_clipping, calibration.record | settings.options, make=make)
 
 
 register(Gptq())
@@ -76,7 +78,10 @@ class Tuned(Rounding):
         opened = open_source(source)
         tune = partial(tune_layer, seed=settings.seed or 0)
         calibration = self.read_calibration(opened, settings)
-        return round_layers(opened, schemes, settings, calibration, progress, tune, self.window)
+        make = partial(
+            round_layers, opened, schemes, settings, calibration, progress, finish=tune, batch_tokens=self.window
+        )
+        return Rounder(round_with_clipping, calibration.record | settings.options, make=make)
 
 
 register(Tuned())

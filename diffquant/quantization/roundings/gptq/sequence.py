@@ -12,8 +12,9 @@ from diffquant.checkpoints.calibration import Calibration
 from diffquant.checkpoints.compressed_tensors import decode_codes
 from diffquant.checkpoints.row_stream import open_workers
 from diffquant.checkpoints.source import Source
+from diffquant.checkpoints.staging import Staging
 from diffquant.model.walk import LayerRunner, split_into_batches
-from diffquant.quantization.roundings.base import Magnitudes, Rounder
+from diffquant.quantization.roundings.base import Magnitudes
 from diffquant.quantization.roundings.gptq.compensation import InputStatistics, compensate, compute_retargeting, damp
 from diffquant.quantization.roundings.gptq.layer_inputs import (
     ActivationStore,
@@ -23,7 +24,6 @@ from diffquant.quantization.roundings.gptq.layer_inputs import (
     collect_inputs,
     group_by_input,
 )
-from diffquant.quantization.roundings.nearest import round_with_clipping
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress
@@ -45,23 +45,25 @@ def round_layers(
     settings: RoundingSettings,
     calibration: Calibration,
     progress: Progress,
+    staging: Staging | None = None,
     finish: Finish | None = None,
     batch_tokens: int = BATCH_TOKENS,
-) -> Rounder:
+) -> dict[str, Made]:
     """Run a model on calibration data in float32, and round each layer's weights before the next layer runs.
 
     The model always runs on the CPU, so that a recipe gives the same codes on every device. Memory holds the model, the
     second moments of one layer, and the activations between two layers up to half of the free memory; the rest of the
-    activations is on disk. Weights outside the layers are rounded as by `mse`.
+    activations is on disk.
 
     Args:
         schemes: scheme of each module whose weight is quantized, by name in the checkpoint.
         calibration: calibration data.
+        staging: partial folder that keeps each finished layer; a layer that it has kept is only run.
         finish: function called with each rounded layer before the next layer runs.
         batch_tokens: number of tokens per batch, at least one window.
 
     Returns:
-        A rounder with the codes and scales of all rounded weights in the layers.
+        Codes and scales of all rounded weights in the layers.
 
     Raises:
         DiffQuantError: the checkpoint cannot be read.
@@ -76,9 +78,13 @@ def round_layers(
         glimpse = glance.embed(ids[:1, :2])
         for number, layer in enumerate(runner.layers):
             readers, glimpse = group_by_input(glance, layer, glimpse)
-            weights = LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", made)
+            of_layer, file = dict[str, Made](), f"layer-{number}.safetensors"
+            weights = LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", of_layer)
             groups = [names for names in readers if any(map(weights.is_rounded, names))]
-            if settings.inputs == "unrounded":
+            kept = staging.find_kept(file) if staging else None
+            if kept is not None:
+                _run_kept(runner, weights, kept, states, exact, store)
+            elif settings.inputs == "unrounded":
                 _round_for_unrounded(runner, weights, groups, states, store)
             else:
                 _round_in_turn(runner, weights, groups, states, exact, store)
@@ -86,8 +92,11 @@ def round_layers(
                     run_layer(runner, layer, states, store)
                 else:
                     finish(runner, weights, states, exact, store)
+            if staging and kept is None:
+                staging.keep_tensors(file, _flatten(of_layer))
+            made |= of_layer
             progress(number + 1, len(runner.layers), "rounding by layers")
-    return Rounder(round_with_clipping, calibration.record | settings.options, made)
+    return made
 
 
 class LayerWeights:
@@ -160,6 +169,13 @@ class LayerWeights:
             if self.is_rounded(module) and name in self._made:
                 yield module, self._source.checkpoint.read(name).float(), self._made[name], self._bound_scheme(name)
 
+    def set_kept(self, kept: Mapping[str, Tensor]) -> None:
+        """Record and set what `_flatten` returned for the layer."""
+        names = {name.rpartition(".")[0] for name in kept}
+        self._made.update({name: (kept[f"{name}.codes"], kept[f"{name}.scale"]) for name in names})
+        for module, _, made, _ in self.rounded_modules():
+            self.set_rounded(module, made)
+
     def reorder(self, module: str, weight: Tensor) -> Tensor:
         """Return a weight [out, in] of the checkpoint in float32, with its rows in the order of the running model."""
         order = self._source.adapter.row_order(self._name(module))
@@ -188,6 +204,33 @@ def run_layer(
     """Run a layer on the batches in `states`, from number `first` on, and replace each batch by the layer's output."""
     for number in range(first, len(states)):
         states[number] = store.keep(runner.run_layer(layer, states[number].get()))
+
+
+def _flatten(made: Mapping[str, Made]) -> dict[str, Tensor]:
+    """Return the tensors of a layer by the weight's name and what they are, as a file keeps them."""
+    parts = (
+        (name, part, tensor)
+        for name, each in made.items()
+        for part, tensor in zip(("codes", "scale"), each, strict=True)
+    )
+    return {f"{name}.{part}": tensor.contiguous() for name, part, tensor in parts}
+
+
+def _run_kept(
+    runner: LayerRunner[Any],
+    weights: LayerWeights,
+    kept: Mapping[str, Tensor],
+    states: States,
+    exact: States,
+    store: ActivationStore,
+) -> None:
+    """Set a layer's weights from what an earlier run kept of it, and run it as if it had just been rounded."""
+    unrounded = weights.settings.inputs == "unrounded"
+    if unrounded or weights.settings.target != "layer":
+        run_layer(runner, weights.layer, states if unrounded else exact, store)
+    weights.set_kept(kept)
+    if not unrounded:
+        run_layer(runner, weights.layer, states, store)
 
 
 def _round_for_unrounded(
