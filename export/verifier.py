@@ -259,7 +259,7 @@ def _first_difference(made: FunctionProto, found: FunctionProto) -> str:
             if a != b:
                 return f"{given.op_type}'s {name} is {a} in its attributes, but {b} in its function body"
         return f"its attributes make another function body, from {', '.join(wanted.output)} on"
-    return "its attributes make another function body than the file has"
+    return "its function body in the file is not the one that its attributes define"
 
 
 def _text(attribute: AttributeProto | None) -> str:

@@ -44,7 +44,7 @@ def iterate_projections(model: CausalModel, ids: Tensor, batch_tokens: int) -> I
     for number, layer in enumerate(runner.layers):
         with move_to_compute_device(layer):
             projected = [(x, runner.project(layer, x)) for x in inputs]
-            yield [(*each, runner.cached_states(layer, x, each)) for x, each in projected if each is not None]
+            yield [(*each, runner.cached_keys_and_values(layer, x, each)) for x, each in projected if each is not None]
             if number == last:
                 return
             inputs = [runner.run_layer(layer, x) for x in inputs]

@@ -58,7 +58,7 @@ def register(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
-def backends_by_priority(rounds_maps: bool) -> list[Backend]:
+def find_auto_backends(rounds_maps: bool) -> list[Backend]:
     """Return the backends that "auto" tries, highest priority first, for calls with or without quantized maps."""
     candidates = [backend for backend in BACKENDS.values() if backend.priority and backend.supports(rounds_maps)]
     return sorted(candidates, key=lambda backend: -backend.priority)
@@ -120,7 +120,7 @@ def backend_for(call: AttentionCall, name: str = "auto") -> Backend:
             raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
         return BACKENDS[name]
     refusals = []
-    for backend in backends_by_priority(call.has_quantized_maps):
+    for backend in find_auto_backends(call.has_quantized_maps):
         if not backend.is_worthwhile(call):
             continue
         refusal = _find_refusal(backend, call)

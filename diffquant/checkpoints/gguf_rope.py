@@ -144,7 +144,8 @@ def _fit_llama3(factors: Factors, theta: float) -> dict[str, Any]:
                 "original_max_position_embeddings": original,
             }
     raise CheckpointError(
-        f"{FACTORS} has frequency divisors for {len(factors)} pairs of channels that no scaling of Llama 3 has"
+        f"the {len(factors)} frequency divisors in {FACTORS} are of no known scaling of Llama 3; "
+        "start from the model's safetensors"
     )
 
 

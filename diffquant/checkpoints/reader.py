@@ -227,7 +227,7 @@ def _text(recipe: Recipe, target: str) -> str:
     return ", ".join([f"{target} {scheme}", *(f"{pattern} {own}" for pattern, own in overrides.items())])
 
 
-def read_stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+def read_recorded_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the model dtype that a quantized checkpoint records, or None if it records none.
 
     Without a recorded dtype, the model has the dtype of the checkpoint's tensors.

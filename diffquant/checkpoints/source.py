@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.opening import check_tensors, open_checkpoint, rename_tied_head
-from diffquant.checkpoints.reader import Checkpoint, read_stored_dtype, read_stored_recipe
+from diffquant.checkpoints.reader import Checkpoint, read_recorded_dtype, read_stored_recipe
 from diffquant.checkpoints.side_files import list_behaviour_files
 from diffquant.checkpoints.texts import SpecialTokens, read_special_tokens
 from diffquant.checkpoints.tokenizer import open_tokenizer
@@ -155,7 +155,7 @@ class Source:
             CheckpointError: the checkpoint records an unknown dtype.
         """
         embedding = self.adapter.source_name("model.embed_tokens.weight")
-        return read_stored_dtype(self.checkpoint.config) or self.checkpoint.tensors[embedding].dtype
+        return read_recorded_dtype(self.checkpoint.config) or self.checkpoint.tensors[embedding].dtype
 
     @cached_property
     def fingerprint(self) -> str:

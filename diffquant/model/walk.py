@@ -66,7 +66,7 @@ class LayerRunner(Generic[State]):
         """
         return cast("DecoderLayer", layer).project(state, *self.layer_arguments(layer))
 
-    def cached_states(
+    def cached_keys_and_values(
         self, layer: nn.Module, state: State, projections: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the keys and values, or latents, that the layer caches, [B, heads, T, width] each.

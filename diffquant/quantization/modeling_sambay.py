@@ -35,7 +35,7 @@ _CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else
 _BLOCK_TOKENS = 64
 _NOT_HERE = "{} of the recipe are not applied here: this model keeps them in {}; diffquant.load applies them"
 Pair = tuple[Tensor, Tensor]
-Sight = tuple[Tensor | None, int]
+MaskAndKept = tuple[Tensor | None, int]
 
 
 class SambaYConfig(PreTrainedConfig):
@@ -183,7 +183,7 @@ class GatedMemory(nn.Module):
         return self.out_proj(memory * silu(self.in_proj(x)))
 
 
-def look_back(valid: Tensor, has_padding: bool, length: int, window: int | None) -> Sight:
+def make_window_mask(valid: Tensor, has_padding: bool, length: int, window: int | None) -> MaskAndKept:
     """Return which of S keys T = `length` new tokens see, and how many of the newest keys later tokens may see.
 
     The mask is bool [B or 1, 1, T, S], or None if each token sees all keys up to its own. A window does not count
@@ -243,9 +243,11 @@ class SambaYAttention(nn.Module):
         self.out_proj = nn.Linear(queries, config.hidden_size)
         self.inner_cross_attn = DiffMaps(config, layer)
 
-    def forward(self, x: Tensor, sight: Sight, shared: Pair, storage: LayerStorage | None) -> tuple[Tensor, Pair]:
+    def forward(
+        self, x: Tensor, window_mask: MaskAndKept, shared: Pair, storage: LayerStorage | None
+    ) -> tuple[Tensor, Pair]:
         """Return the output [B, T, D], and the keys and values used, which cross attention gets from a lower layer."""
-        mask, kept = sight
+        mask, kept = window_mask
         parts = zip(self.Wqkv(x).split(self.rows, -1), self.widths, strict=True)
         q, *own = (rows.unflatten(-1, (-1, width)).transpose(1, 2) for rows, width in parts)
         if own and storage is not None:
@@ -286,7 +288,13 @@ class SambaYLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(
-        self, x: Tensor, memory: Tensor, shared: Pair, valid: Tensor, sights: list[Sight], cache: SambaYCache | None
+        self,
+        x: Tensor,
+        memory: Tensor,
+        shared: Pair,
+        valid: Tensor,
+        masks: list[MaskAndKept],
+        cache: SambaYCache | None,
     ) -> tuple[Tensor, Tensor, Pair]:
         storage = cache.layers[self.layer] if cache is not None and self.layer < len(cache.layers) else None
         normed = normalize(self.input_layernorm, x)
@@ -295,7 +303,7 @@ class SambaYLayer(nn.Module):
         elif isinstance(self.attn, GatedMemory):
             mixed = self.attn(normed, memory)
         else:
-            mixed, shared = self.attn(normed, sights[self.is_windowed], shared, storage)
+            mixed, shared = self.attn(normed, masks[self.is_windowed], shared, storage)
         x = x + mixed
         return x + self.mlp(normalize(self.post_attention_layernorm, x)), memory, shared
 
@@ -361,10 +369,10 @@ class SambaYModel(SambaYPreTrainedModel):
         valid = attention_mask.bool() if has_padding else x.new_ones(len(x), earlier + length, dtype=torch.bool)
         near = length + (0 if cache is None else cache.get_seq_length(1))
         windows = (earlier + length, None), (near, self.config.sliding_window)
-        sights = [look_back(valid[:, -keys:], has_padding, length, window) for keys, window in windows]
+        masks = [make_window_mask(valid[:, -keys:], has_padding, length, window) for keys, window in windows]
         x, memory, shared = x.to(torch.promote_types(x.dtype, torch.float32)), None, None
         for layer in self.layers:
-            x, memory, shared = layer(x, memory, shared, valid[:, -length:], sights, cache)
+            x, memory, shared = layer(x, memory, shared, valid[:, -length:], masks, cache)
         x = normalize(self.final_layernorm, x)
         return BaseModelOutputWithPast(last_hidden_state=x, **{_CACHE: cache})
 

@@ -8,7 +8,7 @@ import torch
 
 from diffquant.checkpoints.compressed_tensors import INPUT_GLOBAL
 from diffquant.checkpoints.opening import find_surplus_tensors
-from diffquant.checkpoints.reader import Checkpoint, TensorInfo, merge_stored, read_stored_dtype
+from diffquant.checkpoints.reader import Checkpoint, TensorInfo, merge_stored, read_recorded_dtype
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import PackingRules, WeightSource
 from diffquant.checkpoints.writer import OutputTensor
@@ -231,7 +231,7 @@ def plan_quantization(
     tensors = tuple(plan_tensor(name, info) for name, info in listed)
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None
-    is_rounded = bool(unpacked) or read_stored_dtype(source.checkpoint.config) is not None
+    is_rounded = bool(unpacked) or read_recorded_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
     plan = QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
     return replace(plan, notes=(*notes, *_misread_experts(plan), *_unserved_groups(plan)))

@@ -62,7 +62,7 @@ _TRANSFORMS = [
     # Makes the scale a power of two. Only a row's largest softmax weight is known beforehand.
     Transform("pow2", ("p",), "softmax weights with a known largest value", ("group",)),
     # Divides by the sum of the unrounded weights, as published kernels do, instead of the rounded ones.
-    Transform("fullsum", ("p",), "softmax weights that are divided by their sum"),
+    Transform("fullsum", ("p",), "only softmax weights are divided by a sum"),
 ]
 TRANSFORMS = {each.name: each for each in _TRANSFORMS}
 

@@ -47,9 +47,7 @@ def choose_cache(config: Mapping[str, Any], asked: str, has_gpu: bool) -> str:
     if asked != RECIPE:
         known = dict.fromkeys([RECIPE, AUTO, *listed])
         where = "" if has_gpu else " on a CPU"
-        raise UsageError(
-            f"vLLM has no cache {asked!r}{where}{did_you_mean(asked, list(known))}; choose from {', '.join(known)}"
-        )
+        raise UsageError(f"vLLM has no cache {asked!r}{where}{did_you_mean(asked, list(known))}")
     name, difference = _NEAREST.get(recipe.k.format.name, _ANYWHERE)
     if name not in listed:
         name, difference = _ANYWHERE

@@ -19,7 +19,7 @@ from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.rounding import (
     NoiseSource,
     Rounding,
-    find_runtime_rounding,
+    find_activation_rounding,
     make_cached_rounding,
     round_by_block,
 )
@@ -111,7 +111,7 @@ class ExportedWeights:
             bits = container_bits(matrix.scheme)
             if bits in exact_bits:
                 continue
-            rounding = find_runtime_rounding(bits, block)
+            rounding = find_activation_rounding(bits, block)
             self.rounds = True
             self.knows_rounding &= rounding is not None
             module.register_forward_pre_hook(partial(self._round_input, rounding or round_by_block, block))

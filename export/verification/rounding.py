@@ -80,7 +80,7 @@ def make_cached_rounding() -> Callable[[Tensor, Rounding, int], Tensor]:
 
 
 @cache
-def find_runtime_rounding(bits: int, block: int) -> Rounding | None:
+def find_activation_rounding(bits: int, block: int) -> Rounding | None:
     """Find the rule by which this machine's ONNX Runtime rounds activations, or return None if it is unknown.
 
     Args:

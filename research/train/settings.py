@@ -21,7 +21,7 @@ class Sizes:
         init: standard deviation of the initial weights.
         bias: whether attention's projections have biases.
         theta: base of the rotary embedding.
-        look_back: whether two maps start out reading one and two tokens back, which needs `bias`.
+        make_window_mask: whether two maps start out reading one and two tokens back, which needs `bias`.
     """
 
     hidden: int
@@ -33,7 +33,7 @@ class Sizes:
     init: float
     bias: bool
     theta: float
-    look_back: bool = False
+    make_window_mask: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from diffquant.attention import BACKENDS, attend
 from diffquant.attention.backends import composed, flash_attn_4
 from diffquant.attention.naive import naive
-from diffquant.attention.registry import backends_by_priority
+from diffquant.attention.registry import find_auto_backends
 from diffquant.benchmarks.peers import PEERS
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
@@ -125,7 +125,7 @@ def test_what_the_package_cannot_do_is_refused(monkeypatch, capability, options,
 
 
 def test_it_is_never_chosen_automatically_and_the_bench_says_why_it_is_left_out():
-    assert "flash_attn_4" not in [backend.name for rounds in (False, True) for backend in backends_by_priority(rounds)]
+    assert "flash_attn_4" not in [backend.name for rounds in (False, True) for backend in find_auto_backends(rounds)]
     call = AttentionCall(*random_call("v1", 5, 5), scale=0.3, mask=Mask())
     with pytest.raises(UsageError, match="'flash_attn_4': flash-attn-4 runs on CUDA only; use auto"):
         attend(call, "flash_attn_4")

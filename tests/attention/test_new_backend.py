@@ -98,7 +98,7 @@ def test_a_name_is_given_once(toy):
 
 def test_where_nobody_serves_a_call_each_says_why(monkeypatch):
     monkeypatch.setattr(
-        registry, "backends_by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")]
+        registry, "find_auto_backends", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")]
     )
     with pytest.raises(UsageError, match="no attention backend supports this call: toy: it is a toy"):
         registry.backend_for(AttentionCall(*inputs(), scale=0.3, mask=Mask()))

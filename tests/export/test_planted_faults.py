@@ -532,7 +532,7 @@ def test_no_sound_export_of_a_trained_model_is_refused(tmp_path, monkeypatch, ch
 
 
 def test_activations_rounded_by_an_unknown_rule_are_held_to_what_rounding_costs(exported, tmp_path, monkeypatch):
-    monkeypatch.setattr(arithmetic, "find_runtime_rounding", lambda bits, block: None)
+    monkeypatch.setattr(arithmetic, "find_activation_rounding", lambda bits, block: None)
     checkpoint, folder = exported("v1")
     verification = verify(folder, checkpoint, threads=1)
     assert "by an unknown rule" in str(verification)

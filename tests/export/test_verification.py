@@ -29,7 +29,7 @@ from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import Measure, measure_stages, worst_measure
 from diffquant.onnx.verification.rounding import (
     NoiseSource,
-    find_runtime_rounding,
+    find_activation_rounding,
     leave_unrounded,
     round_by_block,
     round_by_row,
@@ -47,7 +47,7 @@ from tests.support.tables import in_one_test
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):
-    assert find_runtime_rounding(bits, block) in (round_by_block, round_by_row, leave_unrounded)
+    assert find_activation_rounding(bits, block) in (round_by_block, round_by_row, leave_unrounded)
 
 
 @in_one_test(
@@ -66,7 +66,7 @@ def test_a_rule_is_found_only_where_one_row_and_many_are_rounded_by_it(monkeypat
         return (of_one if len(x) == 1 else of_many)(x, block)
 
     monkeypatch.setattr(rounding, "_through_identity", runtime)
-    assert find_runtime_rounding.__wrapped__(4, 16) is found
+    assert find_activation_rounding.__wrapped__(4, 16) is found
 
 
 def test_activations_are_rounded_to_127_steps_of_their_blocks_largest():

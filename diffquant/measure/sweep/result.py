@@ -251,7 +251,8 @@ def notes(sweep: SweepResult) -> list[str]:
             "those of the model as trained."
         )
     texts += [
-        f"{task} reads {', '.join(unseen)}: its stored results are kept even if that changes."
+        f"{task} reads {', '.join(unseen)}, which diffquant does not track: "
+        "stored results are used again even if it has changed."
         for task, unseen in sweep.settings.get("unseen", {}).items()
     ]
     if changed := sum(bool(c.result and (c.result.commit or "").endswith(CHANGED)) for c in sweep.cells):

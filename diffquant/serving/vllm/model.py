@@ -79,9 +79,9 @@ class DiffForCausalLM(LlamaForCausalLM):
     """A causal language model with vLLM's Llama decoder and differential (or plain) attention.
 
     Raises:
-        UsageError: the number of tensor-parallel ranks would split head pairs, or there are several ranks, LoRA is
-            enabled, and the checkpoint has all signal heads before all noise heads. Rows of projections would then be
-            reordered, but not those of LoRA adapters.
+        UsageError: the number of tensor-parallel ranks would split head pairs; or LoRA is enabled on several ranks for
+            a checkpoint with all signal heads before all noise heads, since its projections are reordered for the
+            ranks, but those of adapters are not.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

@@ -24,7 +24,6 @@ class Gptq(Rounding):
     needs_text = True
     options = frozenset({*ROUNDING_OPTIONS, "seed"})
     # 150 s of two cores for SmolLM2-135M and 16,384 tokens (bench/results/quantize-roundings.json).
-    work = 6.5
 
     def prepare(
         self,
@@ -60,7 +59,6 @@ class Tuned(Rounding):
     needs_text = True
     options = frozenset({"seed"})
     # 360 s where gptq takes its 150 s.
-    work = 15.5
     # Each step of descent reads one window.
     window = 256
 

@@ -41,7 +41,8 @@ class NumberFormat(ABC):
         has_stored_shape: whether a weight's shape is a separate tensor, because the packed shape does not determine it.
         tensor_scale: scale [1] of the whole tensor, stored in addition to a weight's scales, or None.
         group_strategy: compressed-tensors' name for one scale per group.
-        stored_scales: name of the dtype of stored scales, which are float32 otherwise, or None if scales have 16 bits.
+        stored_scales: dtype of scales in a file if they have fewer than 16 bits there (computations take them in
+            float32); else None.
         scales_per_step: number of neighbouring scales of a row that are multiples of one step; 1 if scales are free.
     """
 
