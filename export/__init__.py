@@ -48,5 +48,5 @@ if not TYPE_CHECKING:  # A type checker that saw this function would accept any 
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
-            raise AttributeError(f"module 'diffquant.export' has no attribute {name!r}")
+            raise AttributeError(f"module 'diffquant.onnx' has no attribute {name!r}")
         return getattr(import_module(_HOMES[name]), name)
