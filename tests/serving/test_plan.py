@@ -105,7 +105,7 @@ CACHES = [
     ("8:row", {}, r"\(k 8:row, v 8:row\): the nearest is cache='fp8', .*; cache='auto' stores"),
     ("8:row", {"memory": None}, "the nearest is cache='int8_per_token_head', one scale per token"),
     ("4:row", {"memory": None}, "the nearest is cache='int4_per_token_head', which rotates channels and has a zero"),
-    ("16", {"cache": "fp4"}, "vLLM has no cache 'fp4' on a CPU.*; choose from recipe, auto, fp8"),
+    ("16", {"cache": "fp4"}, "vLLM has no cache 'fp4' on a CPU; did you mean 'fp8'"),
 ]
 
 
