@@ -58,7 +58,7 @@ def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
 
 
 @torch.no_grad()
-def make_window_mask(model: DiffTransformer, sharpness: float = 4.5) -> None:
+def look_back(model: DiffTransformer, sharpness: float = 4.5) -> None:
     """Let the first layer's first two signal maps start out reading one and two tokens back, whatever stands there.
 
     Retrieval takes two steps: a number learns which city stands before it, and a question finds it by that

@@ -21,7 +21,7 @@ class Sizes:
         init: standard deviation of the initial weights.
         bias: whether attention's projections have biases.
         theta: base of the rotary embedding.
-        make_window_mask: whether two maps start out reading one and two tokens back, which needs `bias`.
+        look_back: whether two maps start out reading one and two tokens back, which needs `bias`.
     """
 
     hidden: int
@@ -33,7 +33,7 @@ class Sizes:
     init: float
     bias: bool
     theta: float
-    make_window_mask: bool = False
+    look_back: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from diffquant.support.program import run_program
 from diffquant.support.progress import progress_for
 from research.train.fast import FastLoss
 from research.train.loop import LOG, Batches, Trainer
-from research.train.models import CONTROLS, GATED, KINDS, NO_NORM, make_window_mask, matched, place
+from research.train.models import CONTROLS, GATED, KINDS, NO_NORM, look_back, matched, place
 from research.train.needles import Needles
 from research.train.prose import Prose
 from research.train.settings import Settings
@@ -116,8 +116,8 @@ def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> Di
     """Model of random weights that depend on the seed, in bfloat16 on CUDA."""
     torch.manual_seed(settings.schedule.seed)
     model = DiffTransformer(matched(kind, settings.model, vocabulary))
-    if settings.model.make_window_mask:
-        make_window_mask(model)
+    if settings.model.look_back:
+        look_back(model)
     if device == "cpu":
         for attention in model.attention_modules:
             # Half the calls of `auto`, which are what costs at this size.

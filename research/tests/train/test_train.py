@@ -111,7 +111,7 @@ def test_parameters_match_within_one_percent(recipe):
 
 @pytest.mark.parametrize("kind", [*KINDS, *CONTROLS])
 def test_first_maps_look_one_and_two_tokens_back(kind):
-    settings = replace(SETTINGS, model=replace(SIZES, head_dim=16, make_window_mask=True))
+    settings = replace(SETTINGS, model=replace(SIZES, head_dim=16, look_back=True))
     model = program.new_model(settings, kind, 100, "cpu")
     attention, hidden = model.attention_modules[0], torch.randn(1, 20, SIZES.hidden)
     spec, rotary = attention.spec, model.model.rotary_emb(hidden, position_ids=torch.arange(20)[None])
