@@ -89,7 +89,7 @@ class StatusLine:
             self._write(text)
 
     def erase(self) -> None:
-        """Hide the line for a second, so that other text can be printed."""
+        """Erase the line so that other text can be printed; within a second it is drawn again."""
         self._write("")
 
     def stop(self, last: str = "") -> None:

@@ -45,6 +45,7 @@ def demo(output: kinds.NewFolder = "demo-output", *, pocket: bool = False, overw
     print_output("This demo takes a few minutes. It rounds the attention logits of small trained")
     print_output(f"models to 4 and 3 bits, then quantizes {model}")
     print_output("to 4 bits and runs it in torch and ONNX Runtime.\n")
+    # Imported after the introduction is shown, since it imports torch.
     from diffquant.verbs.demonstration import quantize_and_export, quantize_pocket_model, show_figure_8
 
     show_figure_8(folder)

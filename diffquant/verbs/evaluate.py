@@ -63,6 +63,7 @@ def evaluate(
         device_map=device_map,
         offload_folder=to_path(offload_folder),
     )
+    # Imported after the options are checked, since these import torch.
     from diffquant.measure.sweep.run import evaluate as measure
     from diffquant.onnx.targets import runtime_of
 

@@ -99,6 +99,7 @@ def sweep(
         device_map=device_map,
         offload_folder=to_path(offload_folder),
     )
+    # Imported after the options are checked, since these import torch.
     from diffquant.measure.sweep.engines import choose_executor
     from diffquant.measure.sweep.outputs import write_outputs
     from diffquant.measure.sweep.run import run_sweep

@@ -140,8 +140,5 @@ def _add_special(writer: GGUFWriter, source: Source, texts: Mapping[int, str]) -
     writer.add_add_bos_token(fits[0][0])
     writer.add_add_eos_token(fits[0][1])
     beyond = [texts[token] for token in ends[len(_END_ROLES) :] if texts[token] not in ENDS]
-    return (
-        [f"left out, since a GGUF file names only three tokens that end a text: {first_few(beyond, ', ')}"]
-        if beyond
-        else []
-    )
+    note = f"left out, since a GGUF file names only three tokens that end a text: {first_few(beyond, ', ')}"
+    return [note] if beyond else []
