@@ -1,8 +1,8 @@
-"""Converts a model to another architecture, or rotates or smooths its weights, without changing its function.
+"""Converts a model to another architecture, or rotates, smooths or scales its weights, without changing its function.
 
-Four conversions are supported. Two change the architecture: unilm's DIFF V1 to Hugging Face `diffllama`, and a plain
-Llama to DIFF V2. The other two keep the architecture of any model that `DiffTransformer` runs: rotated weights spread
-outliers over all channels, and smoothed inputs move outliers into the weights' columns.
+Two conversions change the architecture: unilm's DIFF V1 to Hugging Face `diffllama`, and a plain Llama to DIFF V2. The
+others keep the architecture of any model that `DiffTransformer` runs: rotated weights spread outliers over all
+channels, smoothed inputs move outliers into the weights' columns, and scaled columns round less where inputs are large.
 """
 
 import math
@@ -36,11 +36,11 @@ def check_conversion(target: str, source: Source) -> None:
     """Check that a source can be converted.
 
     Args:
-        target: "diffllama", "diff-v2", "rotated" or "smoothed".
+        target: "diffllama", "diff-v2", "rotated", "smoothed" or "scaled".
 
     Raises:
         UsageError: this source cannot be converted exactly to the target.
-        CheckpointError: the source has layers whose rotation or smoothing is unknown.
+        CheckpointError: the source has layers whose rotation or scaling is unknown.
     """
     if target not in (known := (*_SOURCE_TYPES, *SAME_TYPE)):
         raise UsageError(f"cannot convert to {target!r}; choose from {', '.join(known)}")
@@ -63,7 +63,7 @@ def convert_config(target: str, source: Source) -> dict[str, Any]:
     Raises:
         CheckpointError: the source has settings that the target's config.json cannot express.
     """
-    if target == SMOOTHED:
+    if target in FACTORED:
         return source.checkpoint.config
     if target == ROTATED:
         # A tied head cannot contain the final norm's weight.
@@ -80,10 +80,10 @@ def find_origin(
         target: as in `check_conversion`.
         adapter: adapter of the converted checkpoint.
         name: name of the tensor in the converted checkpoint.
-        factors: for smoothed inputs, the factors [channels] by the norm or projection that they divide.
+        factors: for smoothed or scaled inputs, the factors [channels] by the norm or projection that they divide.
     """
-    if target == SMOOTHED:
-        return _smoothed_origin(name, factors or {})
+    if target in FACTORED:
+        return _scaled_origin(name, factors or {})
     if target == ROTATED:
         return _rotated_origin(source, name)
     return _diffllama_origin(source, adapter, name) if target == "diffllama" else _diff_v2_origin(source, name)
@@ -94,12 +94,12 @@ def describe_change(target: str, source: Source, factors: int = 0) -> str:
 
     Args:
         target: as in `check_conversion`.
-        factors: number of inputs of linear layers that are smoothed.
+        factors: number of inputs of linear layers that are smoothed or scaled.
     """
-    if target == SMOOTHED:
+    if target in FACTORED:
         return (
-            f"for 8-bit activations, {factors} of {3 * source.architecture.num_hidden_layers} inputs of linear layers "
-            "are smoothed: each channel is divided by a power of two, and the weights' columns are multiplied by it."
+            f"for {FACTORED[target]}, {factors} of {3 * source.architecture.num_hidden_layers} inputs of linear layers "
+            f"are {target}: each channel is divided by a power of two, and the weights' columns are multiplied by it."
         )
     if target != ROTATED:
         return _CHANGES[target]
@@ -227,7 +227,7 @@ def _rotated_origin(source: Source, name: str) -> Origin:
     return name, values, lambda rows: _scale(norm)(rows) @ stream
 
 
-def _smoothed_origin(name: str, factors: Mapping[str, Tensor]) -> Origin:
+def _scaled_origin(name: str, factors: Mapping[str, Tensor]) -> Origin:
     """Find the origin if factors divide rows of a norm or of `up_proj`, and multiply the columns of what reads them."""
     place, _, kind = name.rpartition(".")
     parent, _, part = place.rpartition(".")
@@ -270,7 +270,9 @@ def _scale(factor: Tensor) -> Change:
 
 
 _SOURCE_TYPES = {"diffllama": "diff_v1", "diff-v2": "llama"}
-ROTATED, SMOOTHED = SAME_TYPE = ("rotated", "smoothed")
+ROTATED, SMOOTHED, SCALED = SAME_TYPE = ("rotated", "smoothed", "scaled")
+# What those are for that divide inputs by factors.
+FACTORED = {SMOOTHED: "8-bit activations", SCALED: "4-bit weights"}
 _CHANGES = {
     "diffllama": "heads are reordered, the per-pair norm's weight is folded into o_proj.",
     "diff-v2": "every query head appears twice, so that a pair's two maps start equal, λ is ½ everywhere and o_proj is "

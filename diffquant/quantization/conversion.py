@@ -1,4 +1,4 @@
-"""Converts a checkpoint to another architecture, or rotates or smooths its weights, without changing its function.
+"""Converts a checkpoint to another architecture, or changes its weights, without changing its function.
 
 `checkpoints/conversions.py` defines the conversions. If weights are written in a narrower dtype than they are read in,
 as from a GGUF file, the function is the same except for that rounding error, which is measured.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from diffquant.checkpoints.atomic_folder import RECORD, check_output, stage_output
 from diffquant.checkpoints.conversions import (
+    FACTORED,
     ROTATED,
     SAME_TYPE,
-    SMOOTHED,
     Origin,
     check_conversion,
     convert_config,
@@ -116,20 +116,20 @@ def convert(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ConversionResult:
-    """Convert a checkpoint to another architecture, or rotate or smooth its weights, without changing its function.
+    """Convert a checkpoint to another architecture, or change its weights, without changing its function.
 
     Args:
         source: a folder with model_type diff_v1 for "diffllama"; a Llama's folder or .gguf file for "diff-v2"; any
-            model that `DiffTransformer` runs for "rotated" and "smoothed".
+            model that `DiffTransformer` runs for "rotated", "smoothed" and "scaled".
         destination: the folder to create; it is written atomically.
-        to: "diffllama", "diff-v2", "rotated" or "smoothed".
+        to: "diffllama", "diff-v2", "rotated", "smoothed" or "scaled".
         dtype: dtype of the matrices. The default for "rotated" is float32, so that `quantize` rounds only once; for
             other conversions it is the source's, or bfloat16 for a quantized GGUF file. Vectors (norms, λ, biases that
             are not rotated) keep their dtype.
-        text: calibration data for "smoothed", as `read_calibration` takes it; the bundled text by default.
+        text: calibration data for "smoothed" and "scaled", as `read_calibration` takes it; the bundled text by default.
         overwrite: replace an existing checkpoint there, after the new one is complete.
-        progress: function called with the number of smoothed layers, if any, then with the number of output bytes. By
-            default, progress is a line on a terminal, or a line per minute in a log.
+        progress: function called with the number of layers whose factors are found, if any, then with the number of
+            output bytes. By default, progress is a line on a terminal, or a line per minute in a log.
 
     Raises:
         DiffQuantError: the source or the destination is invalid, or there is no exact conversion.
@@ -142,19 +142,20 @@ def convert(
     opened.check_special_tokens()
     check_conversion(to, opened)
     checkpoint, source_type = opened.checkpoint, opened.model_type
-    if text is not None and to != SMOOTHED:
-        raise UsageError(f"{option_name('text')} is read only for {option_name('to', SMOOTHED)}; leave it out")
+    if text is not None and to not in FACTORED:
+        read_for = " and ".join(option_name("to", each) for each in FACTORED)
+        raise UsageError(f"{option_name('text')} is read only for {read_for}; leave it out")
     config = convert_config(to, opened)
     if opened.packed:
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
     target = adapter_for(config)
     factors: dict[str, Tensor] = {}
     read: dict[str, Any] = {}
-    if to == SMOOTHED:
+    if to in FACTORED:
         # Imported here, since it runs a model, which other conversions do without.
-        from diffquant.quantization.smoothing import find_smoothing_factors
+        from diffquant.quantization.smoothing import find_factors
 
-        factors, read = find_smoothing_factors(opened, text, progress)
+        factors, read = find_factors(opened, to, text, progress)
     origins = {name: find_origin(to, opened, target, name, factors) for name in target.source_shapes()}
     written = dtype or checkpoint.output_dtype("model.embed_tokens.weight")
     dtype_name = str(written).removeprefix("torch.")

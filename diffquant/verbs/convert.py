@@ -10,7 +10,7 @@ from diffquant.verbs.notes import check_push, push_folder
 if TYPE_CHECKING:
     from diffquant.quantization.conversion import ConversionResult
 
-Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "rotated", "smoothed"])]
+Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "rotated", "smoothed", "scaled"])]
 
 
 @check_arguments
@@ -34,12 +34,12 @@ def convert(
         model, push, overwrite: see `quantize`.
         output: folder to create; written atomically.
         to: target kind: diffllama (from unilm's V1), diff-v2 (from llama), or, from any Transformer of the family and
-            before `quantize`: rotated, which spreads outlier channels, or smoothed, which moves them into the weights
-            for 8-bit activations (SmoothQuant).
+            before `quantize`: rotated, which spreads outlier channels; smoothed, which moves them into the weights
+            for 8-bit activations (SmoothQuant); or scaled, which protects weights of large inputs at 4 bits (AWQ).
         dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, bfloat16 for a GGUF file's
             quantized weights, or float32 for rotated ones. Vectors (norms, λ, biases that are not rotated) keep their
             dtype.
-        text: calibration data for smoothed; see `quantize`.
+        text: calibration data for smoothed and scaled; see `quantize`.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Returns:

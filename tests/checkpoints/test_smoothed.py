@@ -1,4 +1,4 @@
-"""`convert --to smoothed`: the same numbers, and less lost when inputs of linear layers are rounded to 8 bits."""
+"""`convert --to smoothed` and `scaled`: the same numbers, and less lost when inputs or weights are rounded."""
 
 import pytest
 import torch
@@ -44,11 +44,12 @@ def logits(folder, dtype=torch.float32, **recipe):
 
 @pytest.mark.parametrize("source", ["llama", "diffllama", "unilm-v1", "unilm-v2", "gated", "motif"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_models_of_the_family_compute_the_same_numbers(tmp_path, source, dtype):
+@pytest.mark.parametrize("target", ["smoothed", "scaled"])
+def test_all_models_of_the_family_compute_the_same_numbers(tmp_path, source, target, dtype):
     write_source(tmp_path / "source", source, dtype=dtype)
-    made = convert(tmp_path / "source", tmp_path / "out", "smoothed")
+    made = convert(tmp_path / "source", tmp_path / "out", target)
     assert made.rounding_error == 0
-    assert "inputs of linear layers are smoothed: each channel is divided by a power of two" in made.summary()
+    assert f"inputs of linear layers are {target}: each channel is divided by a power of two" in made.summary()
     before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("source", "out"))
     assert {name: tensor.dtype for name, tensor in before.items()} == {n: t.dtype for n, t in after.items()}
     changed = {name.split(".", 3)[-1] for name in before if not torch.equal(before[name], after[name])}
@@ -78,24 +79,39 @@ def test_large_channels_cost_8_bit_activations_less(tmp_path, source):
     assert after < 0.25 * before
 
 
-def test_no_factor_is_chosen_that_raises_the_error_of_the_products_it_was_chosen_on():
+@pytest.mark.parametrize("source", ["llama", "unilm-v1", "unilm-v2"])
+@pytest.mark.parametrize("rounding", ["nearest", "mse"])
+def test_large_channels_cost_4_bit_weights_less(tmp_path, source, rounding):
+    write_source(tmp_path / "source", source)
+    convert(tmp_path / "source", tmp_path / "out", "scaled")
+    exact = logits(tmp_path / "source")
+    before, after = (
+        (logits(tmp_path / name, weights="4:g32", rounding=rounding) - exact).square().mean()
+        for name in ("source", "out")
+    )
+    assert after < 0.75 * before
+
+
+@pytest.mark.parametrize("target", ["smoothed", "scaled"])
+def test_no_factor_is_chosen_that_raises_the_error_of_the_products_it_was_chosen_on(target):
+    goal = smoothing._GOALS[target]
     generator = torch.Generator().manual_seed(0)
     even = torch.randn(256, 32, generator=generator)
     large = even * torch.where(torch.arange(32) == CHANNEL, 100.0, 1.0)
     weight = torch.nn.Parameter(torch.randn(16, 32, generator=generator))
 
     def error(x, factors):
-        return smoothing._error(x, [weight], [x @ weight.mT], factors)
+        return smoothing._error(x, [weight], [x @ weight.mT], factors, goal)
 
     with torch.no_grad():
-        factors = smoothing._search(large, [weight])
+        factors = smoothing._search(large, [weight], goal)
         assert factors[CHANNEL] > 4 * factors.median()
         assert torch.equal(factors.log2(), factors.log2().round())
         none = torch.ones(32, dtype=torch.float64)
         assert error(large, factors) < 0.5 * error(large, none)
-        chosen = smoothing._search(even, [weight])
+        chosen = smoothing._search(even, [weight], goal)
         assert chosen is None or error(even, chosen) < error(even, none)
-        assert smoothing._search(torch.zeros(4, 32), [weight]) is None
+        assert smoothing._search(torch.zeros(4, 32), [weight], goal) is None
 
 
 def test_another_text_gives_other_factors_and_only_smoothing_reads_one(tmp_path):
@@ -105,7 +121,7 @@ def test_another_text_gives_other_factors_and_only_smoothing_reads_one(tmp_path)
     convert(source, tmp_path / "out", "smoothed")
     convert(source, tmp_path / "other", "smoothed", text=text)
     assert contents(tmp_path / "out")[WEIGHTS] != contents(tmp_path / "other")[WEIGHTS]
-    with pytest.raises(UsageError, match="text is read only for to='smoothed'"):
+    with pytest.raises(UsageError, match="text is read only for to='smoothed' and to='scaled'"):
         convert(source, tmp_path / "third", "rotated", text=text)
 
 
