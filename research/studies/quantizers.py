@@ -192,7 +192,7 @@ def _of_codebook(tier: str, name: str) -> list[Method]:
 
 # A group that is wider than any weight is a whole row.
 _ROW = 1 << 30
-_FINE, _COARSE, _SIX, _LOW, _EIGHT = TIERS
+_FINE, _COARSE, _SIX, _LOW, _EIGHT, _FIVE, _LEAST = TIERS
 METHODS = (
     *_of_ours(_FINE, 4, 32),
     *_of_codebook(_FINE, "iq4_nl"),
@@ -217,6 +217,12 @@ METHODS = (
     Method("bitsandbytes LLM.int8, inputs rounded too", _EIGHT, _int8(rounds_inputs=True), "bitsandbytes"),
     Method("torchao int8, rows", _EIGHT, _torchao_intx(8, _ROW), "torchao"),
     Method("HQQ 8 bits, rows", _EIGHT, _hqq(8, None), "hqq"),
+    *_of_ours(_FIVE, 5, 128),
+    Method("torchao int5, groups of 192", _FIVE, _torchao_intx(5, 192), "torchao"),
+    Method("HQQ 5 bits, groups of 256", _FIVE, _hqq(5, 256), "hqq"),
+    *_of_ours(_LEAST, 3, 128),
+    Method("torchao int3, groups of 192", _LEAST, _torchao_intx(3, 192), "torchao"),
+    Method("HQQ 3 bits, groups of 256", _LEAST, _hqq(3, 256), "hqq"),
 )
 
 _OPTIONS: Mapping[str, Mapping[str, str]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from diffquant.benchmarks.contest import format_error
 from research.studies.model_reading import ModelReading
 
-TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits", "8 bits")
+TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits", "8 bits", "5.125 bits", "3.125 bits")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from research.studies.quantizers import codebook
 from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, group_size
 
 _SCALE_BITS = 16
-_FINE, _COARSE, _, _LOW, _ = TIERS
+_FINE, _COARSE, _, _LOW, _, _FIVE, _LEAST = TIERS
 
 
 def llm_compressor(bits: int, least: int, observer: str) -> Over:
@@ -249,4 +249,11 @@ TEXT_METHODS = (
     *_of_llm_compressor(_LOW, 3, 32),
     _of_llama_cpp(_LOW, "Q3_K"),
     _of_llama_cpp(_LOW, "IQ3_S"),
+    _of_auto_round(_FIVE, 5, 128),
+    *_of_llm_compressor(_FIVE, 5, 128),
+    _of_llama_cpp(_FIVE, "Q5_0"),
+    _of_llama_cpp(_FIVE, "Q5_K"),
+    _of_auto_round(_LEAST, 3, 128),
+    *_of_llm_compressor(_LEAST, 3, 128),
+    _of_llama_cpp(_LEAST, "IQ3_XXS"),
 )
