@@ -12,6 +12,7 @@ from typing import Any
 
 from diffquant.checkpoints.hub import NAME
 from diffquant.checkpoints.texts import load_text
+from diffquant.data import calibration_books
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.support.installation import install_command
 
@@ -50,7 +51,7 @@ def open_corpora(sources: Sources) -> list[Corpus]:
         MissingDependencyError: one is a dataset, and the datasets library is missing.
     """
     if sources is None:
-        return [Corpus("the bundled text", 1.0, load_text())]
+        return [Corpus("the bundled text", 1.0, calibration_books())]
     return [_open(str(each)) for each in ([sources] if isinstance(sources, str | Path) else sources)]
 
 

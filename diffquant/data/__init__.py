@@ -9,7 +9,7 @@ from diffquant.errors import MissingDependencyError
 from diffquant.support.names import option_name
 
 HELLASWAG = "hellaswag-1000.jsonl.xz"
-BOOKS = "books.txt.xz"
+BOOKS, MORE_BOOKS = "books.txt.xz", "calibration.txt.xz"
 WEIGHT_RULES = "weight-rules.yaml"
 
 
@@ -21,6 +21,12 @@ def hellaswag_lines() -> list[str]:
 def books_text() -> str:
     """Return about 260,000 characters of English prose; LICENSE-books.txt lists the books."""
     return lzma.decompress((files(__name__) / BOOKS).read_bytes()).decode()
+
+
+def calibration_books() -> str:
+    """Return about 300,000 characters of English prose: the first half of `books_text`, then pieces of 20 other books."""
+    books, more = books_text(), lzma.decompress((files(__name__) / MORE_BOOKS).read_bytes()).decode()
+    return f"{books[: len(books) // 2]}\n\n{more}"
 
 
 def weight_rules_text() -> str:

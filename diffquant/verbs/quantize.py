@@ -87,7 +87,7 @@ def quantize(
         text: calibration data, as SOURCE or SOURCE=WEIGHT, also called dataset: a file of plain text, a JSONL file with
             texts or with messages of chats, a dataset as ORG/NAME[:CONFIG][:SPLIT], or its folder. Chats are formatted
             with the model's chat template. The bundled text by default.
-        tokens: number of tokens to read; 16384 by default.
+        tokens: number of tokens to read; 16384 for gptq and 65536 for tuned by default.
         samples: number of windows to read, instead of `tokens`.
         window: number of tokens in a window, also called sequence length; 512 for gptq and 256 for tuned by default.
         seed: seed for shuffling the rows of a JSONL file or dataset, and for rounding tuned; 0 by default.

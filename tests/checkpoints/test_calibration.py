@@ -15,9 +15,11 @@ from diffquant.checkpoints.calibration import calibration_text, read_calibration
 from diffquant.checkpoints.corpora import open_corpora
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.tokens import encode_windows
-from diffquant.data import books_text
+from diffquant.data import books_text, calibration_books, pocket_models
 from diffquant.errors import UsageError
 from diffquant.measure.fidelity import calibration_note
+from diffquant.quantization.roundings import ROUNDINGS, rounding_named
+from diffquant.verbs.fidelity import CHARACTERS
 from tests.support import tiny_lm
 
 TEMPLATE = (
@@ -287,3 +289,12 @@ def test_eval_says_which_scored_text_calibration_read(model, tmp_path, caplog):
         diffquant.evaluate(model, "perplexity", recipe, text=text, window=64, stride=64)
     count = len(open_source(model).tokenizer.encode(books_text()[:4000]))
     assert f"perplexity: 63 of the text's {count:,} tokens are also calibration data of gptq" in caplog.text
+
+
+def test_the_bundled_text_fills_each_default_and_no_default_evaluation_scores_it():
+    read, scored = calibration_books(), books_text()[-CHARACTERS:]
+    for model in pocket_models("prose"):
+        assert len(open_source(model).tokenizer.encode(read)) > max(rounding.tokens for rounding in ROUNDINGS.values())
+    assert rounding_named("tuned").tokens == 4 * rounding_named("gptq").tokens
+    pieces = [scored[place : place + 200] for place in range(0, len(scored) - 200, 200)]
+    assert not [piece for piece in pieces if piece in read]

@@ -22,8 +22,6 @@ from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress
 
-# Default number of tokens of calibration data.
-TOKENS = 16384
 # (source name, values [rows, in], scheme, dtype of the stored scale) -> codes int8 [rows, in], scale as stored.
 Round = Callable[[str, Tensor, Scheme, torch.dtype], tuple[Tensor, Tensor]]
 # Codes int8 [out, in] and stored scale, by weight name.
@@ -66,6 +64,7 @@ class Rounding(ABC):
         needs_text: whether it reads calibration data, which the recipe's `RoundingSettings` select.
         options: names of the other fields of `RoundingSettings` that it uses.
         window: default number of tokens per calibration sequence.
+        tokens: default number of tokens of calibration data.
         row_by_row: whether it rounds each row alone and does not support a scale per tensor or block. If false, a scale
             per tensor is chosen by absmax, and every weight gets its nearest code.
     """
@@ -74,13 +73,14 @@ class Rounding(ABC):
     needs_text: ClassVar[bool] = False
     options: ClassVar[frozenset[str]] = frozenset()
     window: ClassVar[int] = 512
+    tokens: ClassVar[int] = 16384
     row_by_row: ClassVar[bool] = True
 
     def count_tokens(self, settings: RoundingSettings) -> int:
         """Return the number of tokens of calibration data under the given settings."""
         if settings.samples is not None:
             return settings.samples * (settings.window or self.window)
-        return settings.tokens or TOKENS
+        return settings.tokens or self.tokens
 
     def read_calibration(self, source: Source, settings: RoundingSettings) -> Calibration:
         """Read calibration data for a method with `needs_text`, in sequences that fit the model's positions.
