@@ -69,8 +69,11 @@ def stage_output(destination: Path, key: Mapping[str, Any], nbytes: int, overwri
                 raise KeyboardInterrupt(
                     f"interrupted; {count} finished files are kept in {partial}: run the same command again to resume"
                 ) from None
-            except Exception:
-                staging.discard()
+            except Exception as error:
+                if not staging.has_kept_tensors():
+                    staging.discard()
+                elif isinstance(error, DiffQuantError):
+                    error.args = (f"{error}; finished layers are kept in {partial}: the same command continues there",)
                 raise
             remove_leftovers(destination)
     except OSError as error:

@@ -84,6 +84,10 @@ class Staging:
         found = self.find_finished(f"{_KEPT}{name}") is not None
         return load_file(self.folder / f"{_KEPT}{name}") if found else None
 
+    def has_kept_tensors(self) -> bool:
+        """Return whether tensors are kept, which took long to compute."""
+        return any(name.startswith(_KEPT) for name in self._records)
+
     def remove_kept(self) -> None:
         """Remove the kept tensors, so that only the output is left."""
         for file in self.folder.glob(f"{_KEPT}*"):

@@ -121,6 +121,20 @@ def test_an_interrupted_run_rounds_no_finished_layer_again(checkpoint, tmp_path,
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_a_failed_run_keeps_its_finished_layers_and_says_so(checkpoint, tmp_path, summed):
+    recipe, out = Recipe.of(weights="3:g16", rounding=settings()), tmp_path / "out"
+
+    def fail(done, _total, what):
+        if what == "rounding by layers" and done == 1:
+            raise UsageError("no room")
+
+    with pytest.raises(UsageError, match=r"^no room; finished layers are kept in .*out.partial: the same command"):
+        quantize(checkpoint, out, recipe, progress=fail)
+    summed.clear()
+    assert quantize(checkpoint, out, recipe).resumed == 1
+    assert {name.split(".")[2] for name in summed} == {"1"}
+
+
 KILLED = """
 import os, signal, sys
 from diffquant import Recipe, quantize
