@@ -24,7 +24,7 @@ def books_text() -> str:
 
 
 def calibration_books() -> str:
-    """Return about 300,000 characters of English prose: the first half of `books_text`, then pieces of 20 other books."""
+    """Return 300,000 characters of English prose: the first half of `books_text`, then passages of 20 other books."""
     books, more = books_text(), lzma.decompress((files(__name__) / MORE_BOOKS).read_bytes()).decode()
     return f"{books[: len(books) // 2]}\n\n{more}"
 
