@@ -153,17 +153,18 @@ def measure_cpu_peak(call: Callable[[], Any]) -> int:
     ctypes.CDLL(None).malloc_trim(0)
     # Linux's VmRSS is exact, but its peak omits each core's latest pages. So the size before the call is measured as a
     # peak, too, with a block of known size.
-    _forget_peak()
+    forget_peak()
     _fill_pages(_KNOWN)
     before = measure_resident_bytes()[0] - _KNOWN
-    _forget_peak()
+    forget_peak()
     held = call()
     grown = measure_resident_bytes()[0] - before
     del held
     return grown
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
+    """Make the peak memory of this process its current memory, on Linux."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

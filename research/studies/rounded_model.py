@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from diffquant.benchmarks.measuring import forget_peak, measure_resident_bytes
 from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.texts import load_text, text_digest
 from diffquant.errors import UsageError
@@ -118,6 +119,7 @@ class Subject:
         errors: list[float] = []
         hooks: list[RemovableHandle] = []
         try:
+            forget_peak()
             started = time.process_time()
             quantized = method.over(self._reading)
             seconds = time.process_time() - started
@@ -136,6 +138,8 @@ class Subject:
                 "held_bits": held / elements,
                 "mean_relative_rms_error": sum(errors) / len(errors),
                 "cpu_seconds": seconds,
+                # Of the whole process, which holds the model twice besides.
+                "peak_bytes": measure_resident_bytes()[0],
             }
         finally:
             for hook in hooks:
