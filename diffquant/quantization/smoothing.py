@@ -9,7 +9,7 @@ the search of the strength for each layer. AWQ's factors are not powers of two.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from diffquant.checkpoints.tokens import max_length
 from diffquant.model.inputs import round_inputs
 from diffquant.model.walk import split_into_batches
 from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
+from diffquant.recipe.numbers.sharing import Granularity
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress
 
@@ -50,7 +51,7 @@ class _Goal:
     def scheme_of(self, weight: Tensor) -> Scheme:
         """Return the scheme of a weight [out, in]."""
         divides = weight.shape[1] % (self.weights.sharing.size or 1) == 0
-        return self.weights if divides else Scheme.parse(f"{self.weights.format}")
+        return self.weights if divides else replace(self.weights, sharing=Granularity("row"))
 
 
 _GOALS = {

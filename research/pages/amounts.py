@@ -4,27 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffquant.measure.stats import Difference
-from research.pages.raw import folder, raw
+from research.pages.raw import raw
 from research.pages.render import fixed, interval, table
 from research.pages.weights import FILES, TRAINED
 from research.studies.kv_results import kl_change
-from research.studies.rounding_amounts import AUTO_ROUND, LLM_COMPRESSOR, OURS, name_of
+from research.studies.rounding_amounts import AUTO_ROUND, LLM_COMPRESSOR, LONG_STEPS, MORE, OURS, name_of
 
-RESULTS = {
-    model: raw(f"amounts/{FILES[model]}.json")["results"]
-    for model in TRAINED
-    if any(folder("amounts").glob(f"{FILES[model]}.json*"))
-}
+RESULTS = {model: raw(f"amounts/{FILES[model]}.json")["results"] for model in TRAINED}
 TEXTS = ("prose", "elsewhere", "further")
-TUNED, GPTQ = name_of("tuned", OURS), name_of("gptq", OURS)
-LONG_TUNED, LONG_GPTQ = name_of("tuned", AUTO_ROUND), name_of("gptq", AUTO_ROUND)
-LONG_AUTO_ROUND = name_of("AutoRound", AUTO_ROUND)
+FORMER, GPTQ = name_of("tuned", OURS), name_of("gptq", OURS)
+TUNED, LONG_TUNED, LONG_GPTQ = name_of("tuned", MORE), name_of("tuned", AUTO_ROUND), name_of("gptq", AUTO_ROUND)
+# AutoRound on its default, with 8 and with 64 windows a step: whichever has less KL in a cell is compared.
+STEPS = (name_of("AutoRound", AUTO_ROUND), name_of(LONG_STEPS, AUTO_ROUND))
 GUIDED, LONG_GUIDED = (name_of("llm-compressor GPTQ", tokens) for tokens in (LLM_COMPRESSOR, AUTO_ROUND))
-# Ours and another's row, by what the page calls their difference.
-PAIRS = {
-    "`tuned` on 16,384 − AutoRound": (TUNED, LONG_AUTO_ROUND),
-    "`tuned` on 262,144 − AutoRound": (LONG_TUNED, LONG_AUTO_ROUND),
-}
+WIDTHS = ("4:g128", "3:g32")
 
 
 def score(model: str, method: str, text: str) -> dict[str, Any]:
@@ -33,13 +26,18 @@ def score(model: str, method: str, text: str) -> dict[str, Any]:
     return found if text == "prose" else found[text]
 
 
-def differences(ours: str, other: str) -> dict[tuple[str, str], Difference]:
-    """KL of one row minus another's over the same windows, by model and text, where both were run."""
+def best_score(model: str, methods: Sequence[str], text: str) -> dict[str, Any]:
+    """Least KL of several methods on a text, with its windows."""
+    return min((score(model, each, text) for each in methods), key=lambda scores: float(scores["kl"]))
+
+
+def differences(ours: str, *others: str) -> dict[tuple[str, str], Difference]:
+    """KL of one row minus the least of others' over the same windows, by model and text, where all were run."""
     return {
-        (model, text): kl_change(score(model, ours, text), score(model, other, text))
+        (model, text): kl_change(score(model, ours, text), best_score(model, others, text))
         for model, rows in RESULTS.items()
         for text in TEXTS
-        if {ours, other} <= rows.keys()
+        if {ours, *others} <= rows.keys()
     }
 
 
@@ -57,9 +55,9 @@ def leads(ours: str, other: str) -> bool:
     return all(each.high < 0 for each in differences(ours, other).values())
 
 
-def count(ours: str, other: str) -> str:
-    """Number of models and texts on which one row's KL is lower than another's, and higher, by the intervals."""
-    found = differences(ours, other).values()
+def count(ours: str, *others: str) -> str:
+    """Number of models and texts on which one row's KL is lower than all others', and higher, by the intervals."""
+    found = differences(ours, *others).values()
     lower, higher = sum(each.high < 0 for each in found), sum(each.low > 0 for each in found)
     return f"lower KL in {lower} of {len(found)}, higher in {higher}"
 
@@ -75,21 +73,22 @@ def times(ours: str, other: str) -> list[float]:
     return [rows[ours]["cpu_seconds"] / rows[other]["cpu_seconds"] for rows in both]
 
 
-def is_mostly_below(ours: str, other: str) -> bool:
-    """Whether the intervals of most models and texts say that one row has less KL than another, and none more."""
-    found = differences(ours, other).values()
-    return not any(each.low > 0 for each in found) and 2 * sum(each.high < 0 for each in found) > len(found)
+def mostly_leads(ours: str, *others: str) -> bool:
+    """Whether one row's KL is lower than all others', by the intervals, on most models and texts."""
+    found = differences(ours, *others).values()
+    return 2 * sum(each.high < 0 for each in found) > len(found)
 
 
 def pairs_table() -> str:
-    """KL in nats of AutoRound, and of the first minus the second of each pair, by model and text."""
-    places = differences(LONG_TUNED, LONG_AUTO_ROUND)
+    """KL in nats of AutoRound, and of ours minus it, by model and text."""
+    ours = {f"`{rule}` − AutoRound": differences(rule, *STEPS) for rule in (TUNED, LONG_TUNED)}
     rows = [
         [
             f"{model}, {text}",
-            fixed(score(model, LONG_AUTO_ROUND, text)["kl"], 4),
-            *(interval(differences(*pair)[model, text], 4, True) for pair in PAIRS.values()),
+            fixed(best_score(model, STEPS, text)["kl"], 4),
+            *(interval(found[model, text], 4, True) for found in ours.values()),
         ]
-        for model, text in places
+        for model in RESULTS
+        for text in TEXTS
     ]
-    return table(["KL, nats", LONG_AUTO_ROUND, *PAIRS], rows)
+    return table(["KL, nats", STEPS[0], *ours], rows)

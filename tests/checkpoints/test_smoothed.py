@@ -114,6 +114,13 @@ def test_no_factor_is_chosen_that_raises_the_error_of_the_products_it_was_chosen
         assert smoothing._search(torch.zeros(4, 32), [weight], goal) is None
 
 
+def test_widths_that_groups_do_not_divide_are_scaled_by_rows(tmp_path):
+    write_source(tmp_path / "source", "llama", intermediate_size=72)
+    made = convert(tmp_path / "source", tmp_path / "out", "scaled")
+    assert "for 4-bit weights, 6 of 6 inputs" in made.summary()
+    assert torch.equal(logits(tmp_path / "source"), logits(tmp_path / "out"))
+
+
 def test_another_text_gives_other_factors_and_only_smoothing_reads_one(tmp_path):
     source = write_source(tmp_path / "source", "llama", large=3.0)
     text = tmp_path / "text.txt"
