@@ -17,7 +17,6 @@ TUNED, LONG_TUNED, LONG_GPTQ = name_of("tuned", MORE), name_of("tuned", AUTO_ROU
 # AutoRound on its default, with 8 and with 64 windows a step: whichever has less KL in a cell is compared.
 STEPS = (name_of("AutoRound", AUTO_ROUND), name_of(LONG_STEPS, AUTO_ROUND))
 GUIDED, LONG_GUIDED = (name_of("llm-compressor GPTQ", tokens) for tokens in (LLM_COMPRESSOR, AUTO_ROUND))
-WIDTHS = ("4:g128", "3:g32")
 
 
 def score(model: str, method: str, text: str) -> dict[str, Any]:
@@ -60,6 +59,11 @@ def count(ours: str, *others: str) -> str:
     found = differences(ours, *others).values()
     lower, higher = sum(each.high < 0 for each in found), sum(each.low > 0 for each in found)
     return f"lower KL in {lower} of {len(found)}, higher in {higher}"
+
+
+def count_at(width: str) -> str:
+    """`count` of `tuned` on its default and AutoRound on its own, at another width."""
+    return count(name_of(f"tuned {width}", MORE), name_of(f"AutoRound {width}", AUTO_ROUND))
 
 
 def seconds(method: str) -> str:

@@ -22,7 +22,7 @@ LEVELS = {
 # Of more bits than the rest of their tier.
 _LARGER = ("iq4_xs", "q4_k_m", "q5_0", "q5_k")
 # SmolLM2's file is on a grid of 4 bits, which these find again.
-_ON_ITS_GRID = ("llama.cpp Q4_K",)
+_ON_ITS_GRID = ("llama.cpp Q4_K", "llama.cpp Q5_K")
 
 
 def rows(model: str, level: str) -> Mapping[str, dict[str, Any]]:
@@ -61,6 +61,11 @@ def places(outcome: bool | None) -> list[tuple[str, str]]:
     return [
         (model, level) for level in LEVELS for model in FILES if rows(model, level) and leads(model, level) is outcome
     ]
+
+
+def count() -> int:
+    """Number of models and levels at which both were measured."""
+    return sum(len(places(outcome)) for outcome in (True, False, None))
 
 
 def leaders_table() -> str:

@@ -20,7 +20,19 @@ from research.pages import raw as files
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-MODULES = ("figure8", "weights", "codebooks", "amounts", "kv", "formats", "outliers", "engines", "transcripts")
+MODULES = (
+    "figure8",
+    "weights",
+    "codebooks",
+    "amounts",
+    "leaders",
+    "scaled",
+    "kv",
+    "formats",
+    "outliers",
+    "engines",
+    "transcripts",
+)
 # Pages that are written by hand except for blocks between two comments, each rendered from a block of this template.
 BLOCKS = "blocks.md.j2"
 _BLOCK = re.compile(r"(<!-- rendered: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
