@@ -68,6 +68,32 @@ def count() -> int:
     return sum(len(places(outcome)) for outcome in (True, False, None))
 
 
+def named(outcome: bool | None) -> str:
+    """Models and levels of `places` in words."""
+    return ", ".join(f"{model} at {level} bits" for model, level in places(outcome))
+
+
+def levels(model: str, outcome: bool | None) -> str:
+    """Levels of `places` for one model in words."""
+    *first, last = [level for each, level in places(outcome) if each == model]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+# Whether `tuned` is ours with the least KL wherever ours leads on SmolLM2.
+BY_BEST = all(
+    least(model, level, True)[0].startswith("tuned") for model, level in places(True) if model == "SmolLM2-135M"
+)
+
+
+def memory() -> str:
+    """Peak memory of methods on SmolLM2 at 3.1 bits, from the highest."""
+    peaks = {
+        _short(name): each["peak_bytes"] for name, each in rows("SmolLM2-135M", "3.1").items() if "peak_bytes" in each
+    }
+    ordered = sorted(peaks, key=peaks.__getitem__, reverse=True)
+    return ", ".join(f"{name} {peaks[name] / 2**30:.1f} GB" for name in ordered)
+
+
 def leaders_table() -> str:
     """Least KL of ours and of others by stored bits, on text elsewhere; bold where it is told from the other."""
     made = [[level, *(_cell(model, level) for model in FILES)] for level in LEVELS]

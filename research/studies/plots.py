@@ -29,8 +29,7 @@ from research.figure8.analysis import LARGER, LONGER, MAIN
 from research.figure8.plan import RESULTS as TRAININGS
 from research.figure8.plan import results as trainings
 from research.figure8.plot import plot_bits_won, plot_by_ratio
-from research.studies.results import read_json
-from research.studies.rounding_plot import plot_against_size
+from research.studies.rounding_plot import plot_against_size, read_contest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results", TRAININGS)
@@ -150,6 +149,16 @@ def _statements(file: Path) -> str:
     return ast.unparse(tree)
 
 
+def _of_contest(file: Path) -> Iterator[tuple[str, Drawing]]:
+    levels = file.parents[1] / "codebooks" / file.name
+    code = ("research/studies/rounding_plot.py",)
+
+    def draw(path: Path) -> None:
+        plot_against_size(read_contest(file, levels), path)
+
+    yield f"{file.stem}.png", Drawing(draw, (file, levels), code)
+
+
 def _one(name: str, read: Callable[[Path], Any], draw: Callable[[Any, Path], object], code: str) -> _Drawn:
     """A picture of one file, named after it where the name says so."""
 
@@ -177,8 +186,8 @@ _DRAWN_FROM: dict[str, _Drawn] = {
     "outliers.json": _one("outliers.png", read_outliers, plot_outliers, "calib/outlier_result.py"),
     "figure8/results/*.json": _of_trainings,
     # Of models whose contest has all sizes and a second text.
-    "rounding/prose-*.json": _one("{}.png", read_json, plot_against_size, "research/studies/rounding_plot.py"),
-    "rounding/smollm2-*.json": _one("{}.png", read_json, plot_against_size, "research/studies/rounding_plot.py"),
+    "rounding/prose-*.json": _of_contest,
+    "rounding/smollm2-*.json": _of_contest,
 }
 
 
