@@ -49,6 +49,16 @@ def less(ours: str, other: str, texts: Sequence[str] = TEXTS) -> list[float]:
     ]
 
 
+def more(ours: str, other: str) -> list[float]:
+    """Shares of KL that one row has more than another, by model and text."""
+    return [
+        score(model, ours, text)["kl"] / score(model, other, text)["kl"] - 1 for model, text in differences(ours, other)
+    ]
+
+
+ONE_ROSE = [place for place, each in differences(TUNED, FORMER).items() if each.low > 0] == [("Transformer", "further")]
+
+
 def leads(ours: str, other: str) -> bool:
     """Whether one row has less KL than another wherever both were run, and no interval contains zero."""
     return all(each.high < 0 for each in differences(ours, other).values())
