@@ -1,10 +1,11 @@
 """The least KL of ours and of other libraries at each number of stored bits."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from research.pages import codebooks
-from research.pages.render import table
+from research.pages.render import fixed, table
 from research.pages.weights import EIGHT, FILES, OURS, RESULTS, TRAINED
 from research.studies.kv_results import kl_change
 
@@ -103,7 +104,11 @@ def leaders_table() -> str:
 def _cell(model: str, level: str) -> str:
     if not rows(model, level):
         return "–"
-    cells = [f"{_short(name)} {kl:#.3g}" for is_ours in (True, False) for name, kl in [least(model, level, is_ours)]]
+    cells = [
+        f"{_short(name)} {fixed(kl, 2 - math.floor(math.log10(kl)))}"
+        for is_ours in (True, False)
+        for name, kl in [least(model, level, is_ours)]
+    ]
     leading = leads(model, level)
     if leading is not None:
         cells[not leading] = f"**{cells[not leading]}**"

@@ -120,19 +120,6 @@ def size_table(size: str) -> str:
     return table(heads, rows)
 
 
-def leads_table() -> str:
-    """KL of `tuned` minus AutoRound's on both texts."""
-    rows = [
-        [
-            f"{model}, {SIZES[size]}",
-            *(interval(difference(model, f"tuned {size}", other, text), 4, True) for text in TEXTS),
-        ]
-        for model in FILES
-        for size, other in AUTOROUND.items()
-    ]
-    return table(["KL of `tuned` minus AutoRound's, nats", *TEXTS], rows)
-
-
 # Comparisons with AutoRound: `tuned` on the models trained here.
 AGAINST = {
     (model, size, text): difference(model, f"tuned {size}", other, text)
@@ -180,9 +167,6 @@ MSE_LEADS = {
     if kl(model, f"mse {size}", "prose") < kl(model, best(model, size, True), "prose")
 }
 MSE_LEADS_WHERE = {*((model, "4:g32") for model in TRAINED), *((model, "3:g32") for model in FILES)} == MSE_LEADS
-IQ4_LEADS = (
-    min((name for name in methods("4:g128")), key=lambda name: kl("SmolLM2-135M", name)) == "llama.cpp IQ4_XS, imatrix"
-)
 
 
 # Chance: AutoRound's reruns on another processor, and five seeds
@@ -216,29 +200,9 @@ def seeds_table() -> str:
     return table(["KL, nats", *RULES, "AutoRound's above tuned's"], rows)
 
 
-# How much text
-
-HALF = {model: raw(f"rounding/half-text/{FILES[model]}.json") for model in TRAINED}
-
-
-def more_by_half(rule: str, text: str = "elsewhere") -> list[float]:
-    """Shares of KL that a rule has more over half the text."""
-
-    def of(scores: dict[str, Any]) -> float:
-        return float(scores["kl"] if text == "prose" else scores["elsewhere"]["kl"])
-
-    return [of(HALF[model]["results"][rule]) / of(row(model, rule)) - 1 for model in TRAINED]
-
-
 # Eight bits
 
 EIGHT = {model: raw(f"rounding/8-bits/{FILES[model]}.json")["results"] for model in TRAINED}
-
-
-def eight_kl(rounds_inputs: bool) -> list[float]:
-    """Return KL of eight bits in millionths of a nat on text elsewhere, by methods that round inputs too or do not."""
-    names = [name for name in EIGHT["DIFF V1"] if name != "16 bits" and ("inputs" in name) == rounds_inputs]
-    return [1e6 * EIGHT[model][name]["elsewhere"]["kl"] for model in TRAINED for name in names]
 
 
 # Other tools with DIFF models
@@ -354,14 +318,3 @@ def _rotation_cell(model: str, scheme: str, rule: str) -> str:
 SECONDS = [row("SmolLM2-135M", f"{rule} 4:g32")["cpu_seconds"] for rule in ("mse", "gptq", "tuned")]
 AUTOROUND_SECONDS = row("SmolLM2-135M", "AutoRound 4 bits, groups of 32")["cpu_seconds"]
 READ = RESULTS["SmolLM2-135M"]["settings"]["tokens"]
-
-
-def _leads(size: str) -> bool:
-    """Whether `tuned` has the lowest KL on SmolLM2 of all methods of as many bits, except Q4_K, whose grid it is on."""
-    ours = row("SmolLM2-135M", f"tuned {size}")
-    others = {name: each for name, each in RESULTS["SmolLM2-135M"]["results"].items() if "Q4_K" not in name}
-    rivals = [name for name, each in others.items() if abs(each["bits"] - ours["bits"]) < 0.1]
-    return min(rivals, key=lambda name: kl("SmolLM2-135M", name)) == f"tuned {size}"
-
-
-BEST_LEADS = all(map(_leads, ("3:g32", "4:g32", "6:g128")))
