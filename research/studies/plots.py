@@ -36,7 +36,7 @@ RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results", TRAININGS)
 
 # The name of the text inside a picture that says what it was drawn from.
 STAMP = "diffquant digest"
-COLOURS = 24
+COLOURS = 32
 # Bytes of a picture at most; one that would have more is drawn with fewer dots.
 LARGEST = 55_000
 

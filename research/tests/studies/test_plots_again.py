@@ -25,9 +25,9 @@ def test_every_committed_picture_is_of_todays_numbers_and_code(picture):
 
 def test_a_picture_is_drawn_from_its_folders_raw_files(tmp_path, capsys):
     folder = tmp_path / "rounding"
-    folder.mkdir()
-    for name in ("prose-diff-v1.json.xz", "prose-diff-v1.png"):
-        shutil.copy(RESULTS[0] / "rounding" / name, folder)
+    for name in ("rounding/prose-diff-v1.json.xz", "rounding/prose-diff-v1.png", "codebooks/prose-diff-v1.json.xz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(RESULTS[0] / name, tmp_path / name)
     picture, raw_file = folder / "prose-diff-v1.png", folder / "prose-diff-v1.json.xz"
     picture.write_bytes(b"")
     main([folder])
