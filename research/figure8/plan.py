@@ -35,6 +35,12 @@ EQUALIZED = "-equalized"
 # Largest magnitude of a logit in an equalized model: about what trained Transformers of this size reach.
 LARGEST = 28.0
 OUTLIERS = "-outliers"
+# Arms of E7, by the scheme of the logits that they are trained with.
+TUNED = {"-tuned": "16", "-tuned-tensor": "4:tensor", "-tuned-row": "4:row"}
+# What may stand behind a kind: how it is trained.
+VARIANTS = (EQUALIZED, OUTLIERS, *TUNED)
+# Seed whose fine-tunings start from the models that ship.
+SHIPPED = 101
 
 _SMALL = Sizes(hidden=128, layers=5, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=10000.0)
 _LARGE = Sizes(hidden=256, layers=6, heads=8, head_dim=32, inner=688, context=512, init=0.06, bias=False, theta=10000.0)
@@ -76,7 +82,22 @@ class Run:
     @property
     def architecture(self) -> str:
         """Kind of model that is trained, however it is trained."""
-        return self.kind.removesuffix(EQUALIZED).removesuffix(OUTLIERS)
+        return self.kind.removesuffix(self.variant)
+
+    @property
+    def variant(self) -> str:
+        """What stands behind the kind, "" if nothing does."""
+        return next((variant for variant in VARIANTS if self.kind.endswith(variant)), "")
+
+    @property
+    def tuned_at(self) -> str:
+        """Scheme of the logits with which a model is trained further; "" for a run that trains a model anew."""
+        return TUNED.get(self.variant, "")
+
+    @property
+    def base_run(self) -> str | None:
+        """Run whose model is trained further; None where that is one that ships, or where a model is trained anew."""
+        return f"e6-{self.architecture}-seed-{self.seed}" if self.tuned_at and self.seed != SHIPPED else None
 
     @property
     def base(self) -> str:
@@ -86,6 +107,8 @@ class Run:
 
     def schedule(self, rate: float) -> Schedule:
         """Schedule at a rate."""
+        if self.tuned_at:
+            return Schedule(self.steps, self.steps // 10, TOKENS_PER_STEP, ((0.0, 256),), rate, seed=self.seed)
         return Schedule(self.steps, 100, TOKENS_PER_STEP, ((0.0, 128), (0.5, 256)), rate, seed=self.seed)
 
     @property
@@ -135,6 +158,8 @@ def rate_of(run: Run, there: Mapping[str, Result]) -> float | None:
     rule = _RATE.fullmatch(run.rule)
     if rule is None:
         raise UsageError(f"{run.name} has an unknown rate {run.rule!r}")
+    if run.base_run is not None and run.base_run not in there:
+        return None
     if rule["number"]:
         rate = float(rule["number"])
         return rate if not rule["edge"] or EDGES.get(_best_of_grid(run.base, there) or 0.0) == rate else None

@@ -43,6 +43,7 @@ from research.figure8.plan import (
 )
 from research.figure8.scoring import caches, scores, validation
 from research.figure8.text import TrainingText
+from research.figure8.tuning import base_folder, load_base, loss_of, tuned_scores
 from research.train.equalized import equalize
 from research.train.kernels import is_supported
 from research.train.loop import CHECKPOINT, LOG, Trainer
@@ -96,6 +97,8 @@ def claimed(name: str | None, output: Path) -> Iterator[Run]:
         raise UsageError(f"the trainings that decide the rate of {name}, or whether it is needed, are not there yet")
     BUILD.mkdir(parents=True, exist_ok=True)
     for run in candidates:
+        if name is None and run.tuned_at and not base_folder(run, BUILD).exists():
+            continue
         try:
             held = FileLock(BUILD / f"{run.name}.lock").acquire(timeout=0)
         except Timeout:
@@ -119,7 +122,9 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
     there = results(output)
     rate = rate_of(run, there)
     batches = TrainingText(read_text(text, None), BUILD)
-    model = new_model(run, len(batches.tokenizer))
+    model, base = (
+        load_base(run, BUILD, there, weights_digest) if run.tuned_at else (new_model(run, len(batches.tokenizer)), {})
+    )
     arithmetic = run.arithmetic if is_supported() else "float32"
     record = {
         "run": run.name,
@@ -133,6 +138,8 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
         "arithmetic": arithmetic,
         "training_text": batches.describe(),
     }
+    if run.tuned_at:
+        record |= {"base": base, "tuned_at": run.tuned_at}
     check_fits(run, record, there)
     folder = BUILD / run.name
     claim(folder, record)
@@ -145,7 +152,11 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
         record |= {"diverged": str(error), "validation": {"nll": None, "perplexity": None}}
     else:
         record |= {"weights": weights_digest(model)}
-        record |= scores(model, batches.tokenizer, progress_for(run.name))
+        record |= (
+            tuned_scores(model, batches.tokenizer, batches.held_out, progress_for(run.name))
+            if run.tuned_at
+            else scores(model, batches.tokenizer, progress_for(run.name))
+        )
         if run.rule == "checked":
             record |= {"caches": caches(model, batches.tokenizer)}
         model.save_pretrained(folder / "model")
@@ -172,7 +183,7 @@ def check_fits(run: Run, record: Result, there: Mapping[str, Result]) -> None:
     """
     if texts := {each["training_text"]["sha256"] for each in there.values()} - {record["training_text"]["sha256"]}:
         raise UsageError(f"the raw files are of another text, of SHA-256 {texts.pop()}: give it, or another --output")
-    usual = {each["arithmetic"] for name, each in there.items() if not name.startswith("arithmetic-")}
+    usual = {each["arithmetic"] for name, each in there.items() if not name.startswith(("arithmetic-", "e7-"))}
     if run.arithmetic == "bf16" and usual - {record["arithmetic"]}:
         raise UsageError(
             f"the raw files are of {usual.pop()}, and this processor would train in {record['arithmetic']}: use one "
@@ -193,7 +204,8 @@ def train(
     run: Run, rate: float, model: DiffTransformer, batches: TrainingText, arithmetic: str, folder: Path, until: float
 ) -> None:
     """Train to the end, from the folder's checkpoint on if it has one."""
-    trainer = Trainer(model, run.schedule(rate), False, objective_of(model, arithmetic))
+    objective = loss_of(run, model) if run.tuned_at else objective_of(model, arithmetic)
+    trainer = Trainer(model, run.schedule(rate), False, objective)
     if not trainer.resume(folder):
         (folder / LOG).unlink(missing_ok=True)
     progress = progress_for(run.name)
@@ -204,7 +216,8 @@ def train(
     while trainer.step < run.steps:
         if time.monotonic() > until:
             raise DiffQuantError(f"{run.name}: the time is up at step {trainer.step}; the same command goes on")
-        trainer.train(batches, folder, until=trainer.step + EVERY, every=EVERY, progress=of_all)
+        every = run.steps // 3 if run.tuned_at else EVERY
+        trainer.train(batches, folder, until=trainer.step + every, every=every, progress=of_all)
 
 
 def losses(log: Path) -> dict[int, float]:
