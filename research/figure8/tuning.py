@@ -1,6 +1,6 @@
 """Fine-tuning with rounded logits (E7 of protocol.md): its bases, its straight-through loss, its scores."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.support.progress import Progress, report_nothing
 from research.figure8 import scoring
 from research.figure8.plan import Result, Run
+from research.figure8.record import weights_digest
 from research.studies.figure8 import analyse, prose_readings
 from research.studies.figure8_model import passage_means
 from research.studies.logit_noise import (
@@ -82,10 +83,8 @@ def base_folder(run: Run, build: Path) -> Path:
     return build / run.base_run / "model"
 
 
-def load_base(
-    run: Run, build: Path, there: Mapping[str, Result], digest_of: Callable[[DiffTransformer], str]
-) -> tuple[DiffTransformer, dict[str, Any]]:
-    """Load the model that a run of E7 starts from; returns it with what the raw file says of it.
+def load_base(run: Run, build: Path, there: Mapping[str, Result]) -> tuple[DiffTransformer, dict[str, Any]]:
+    """Load the model that a run of E7 starts from, or that is read; returns it with what the raw file says of it.
 
     Raises:
         UsageError: it is not here, or its weights are not those of its run's raw file.
@@ -94,7 +93,7 @@ def load_base(
     if not folder.exists():
         raise UsageError(f"{run.name} starts from the model of {run.base_run}, which is not in {folder}: train it here")
     model = diffquant.load(folder, dtype="float32", device="cpu").requires_grad_()
-    digest = digest_of(model)
+    digest = weights_digest(model)
     if run.base_run is not None and digest != there[run.base_run]["weights"]:
         raise UsageError(f"{folder} has other weights than the raw file of {run.base_run}: train it here again")
     return model, {"run": run.base_run or f"diffquant/data/pocket/{folder.name}", "weights": digest}
