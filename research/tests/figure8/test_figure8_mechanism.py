@@ -10,6 +10,7 @@ from scipy.stats import linregress, t, ttest_1samp, ttest_ind
 from diffquant.errors import UsageError
 from research.figure8 import depth, growth, tuned
 from research.figure8.analysis import DIFFS, SIX, THREE
+from research.figure8.growth_plot import plot_growth
 from research.figure8.plan import GRID, KINDS, TUNED, listed
 from research.figure8.ranges import LENGTHS, marks
 from research.figure8.scoring import SCHEMES, STEPS
@@ -159,6 +160,19 @@ def test_growth_over_training_is_scipys_and_what_does_not_grow_is_undecided():
     assert row_of(text, "diff-v1, step 1800 less step 225")[3] == "grows"
     assert row_of(text, "diff-v2, step 1800 less step 225")[3] == "undecided"
     assert float(row_of(text, "E1")[2].split()[0]) == pytest.approx(0.25 + 0.01 * np.mean(SIX), abs=0.006)
+
+
+def test_the_picture_has_every_training_their_means_and_where_they_break_even():
+    there = ranged_trainings()
+    (axis,) = plot_growth({name: result | {"tokens": 22e6} for name, result in there.items()}).axes
+    heights = [line.get_ydata() for line in axis.lines]
+    thin = [height for line, height in zip(axis.lines, heights, strict=True) if line.get_linewidth() < 1]
+    assert len(thin) == len(DIFFS) * len(growth.SEEDS)
+    assert thin[-1][-1] == pytest.approx(2 ** R["diff-v2"])
+    assert math.log2(thin[0][-1] / thin[0][0]) == pytest.approx(GROWTH["diff-v1"][0])
+    across = [height[0] for line, height in zip(axis.lines, heights, strict=True) if list(line.get_xdata()) == [0, 1]]
+    # KLs that are the same squares in all models: both break even at 1, where the Transformer is.
+    assert across == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_r_by_layer_is_a_geometric_mean_and_that_of_table_5_the_largest():
