@@ -50,11 +50,13 @@ OTHER_ARITHMETIC = ("arithmetic-", "e7-", "e8-")
 _SMALL = Sizes(hidden=128, layers=5, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=10000.0)
 _LARGE = Sizes(hidden=256, layers=6, heads=8, head_dim=32, inner=688, context=512, init=0.06, bias=False, theta=10000.0)
 _DEEP = replace(_SMALL, hidden=80, layers=12, inner=207)
-SIZES = {"1.25M": _SMALL, "5.3M": _LARGE, "1.25M-deep": _DEEP}
+_GPU = replace(_SMALL, hidden=320, layers=12, heads=10, inner=896, context=1024)
+SIZES = {"1.25M": _SMALL, "5.3M": _LARGE, "1.25M-deep": _DEEP, "16M": _GPU}
 TOKENS_PER_STEP = 4096
 _STEPS = 1800
+SMALL_TOKENS = _STEPS * TOKENS_PER_STEP
 # What the best rate falls with: tokens to this power, and width.
-_EXPONENT = -0.32
+EXPONENT = -0.32
 _RATE = re.compile(r"(?P<number>[\d.e-]+)(?P<edge>\?)?|best(?: (?P<sign>[×/]) (?P<factor>[2-9]))?|(?P<checked>checked)")
 
 Result = Mapping[str, Any]
@@ -133,7 +135,7 @@ class Run:
     def carry(self) -> float:
         """Factor from the best rate of the small models to this run's."""
         wider: float = SIZES[self.size].hidden / _SMALL.hidden
-        fewer: float = (self.steps / _STEPS) ** _EXPONENT
+        fewer: float = (self.steps / _STEPS) ** EXPONENT
         return fewer / wider
 
 

@@ -67,7 +67,7 @@ def validation(model: DiffTransformer, held_out: Tensor) -> dict[str, Any]:
         NonFiniteError: a loss is no number, as where the last step of a training leaves such weights.
     """
     losses = []
-    for ids in held_out.split(_BATCH):
+    for ids in held_out.to(model.device).split(_BATCH):
         logits = model(ids[:, :-1], use_cache=False).logits.float()
         losses += cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(1).tolist()
     nll = sum(losses) / len(losses)
