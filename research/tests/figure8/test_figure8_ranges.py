@@ -87,9 +87,9 @@ def test_marks_grow_by_the_root_of_two_to_the_last_step():
     assert all(abs(ratio - math.sqrt(2)) < 0.1 for ratio in ratios)
 
 
-def trained(name, kind, books, folder, monkeypatch):
+def trained(name, kind, books, folder, monkeypatch, size="1.25M"):
     monkeypatch.setattr(run, "BUILD", folder / "build")
-    run.train_and_score(Run(name, kind, "1.25M", 4, "4e-3", 113, "bf16"), books, folder / "raw", math.inf)
+    run.train_and_score(Run(name, kind, size, 4, "4e-3", 113, "bf16"), books, folder / "raw", math.inf)
     return results(folder / "raw")[name]
 
 
@@ -132,6 +132,32 @@ def test_other_recipes_are_other_trainings_from_the_same_start(variant, books, t
     assert other["range_by_step"]["0"] == usual["range_by_step"]["0"]
     schedule = Run(other["run"], other["kind"], "1.25M", 4, "best", 113, "bf16").schedule(1e-3)
     assert schedule.decay == plan.DECAYS.get(variant, 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twelve_layers_are_trained_and_recorded_with_as_many_parameters(kind, books, tmp_path, monkeypatch):
+    deep = trained(f"e5-{kind}-seed-113", kind, books, tmp_path, monkeypatch, "1.25M-deep")
+    assert len(deep["range_by_step"]["4"]) == 12
+    five = results()[f"e1-{kind}-seed-101"]["parameters"]
+    width = 80 * (text.VOCABULARY - deep_vocabulary(tmp_path))
+    assert (deep["parameters"] + width) / five == pytest.approx(1, abs=0.005)
+
+
+def deep_vocabulary(folder):
+    """Number of tokens of the rehearsal's text."""
+    return len(text.TrainingText(data.books_text(), folder / "build").tokenizer)
+
+
+def test_the_rate_of_twelve_layers_is_the_best_of_three_at_a_quarter_of_the_tokens_carried_on():
+    nll = {"": 4.0, "-double": 4.1, "-half": 3.9}
+    there = dict(results()) | {f"e5-diff-v1-check{name}": {"validation": {"nll": each}} for name, each in nll.items()}
+    found = {each.name: plan.rate_of(each, there) for each in plan.listed() if each.name.startswith("e5-diff-v1")}
+    carried = 4e-3 * 128 / 80
+    assert found["e5-diff-v1-check"] == pytest.approx(carried * 4**0.32, rel=1e-3)
+    assert found["e5-diff-v1-check-double"] == pytest.approx(2 * carried * 4**0.32, rel=1e-3)
+    assert found["e5-diff-v1-seed-103"] == pytest.approx(carried / 2, rel=1e-3)
+    del there["e5-diff-v1-check-half"]
+    assert all(plan.rate_of(each, there) is None for each in plan.listed() if each.name.startswith("e5-diff-v1-seed"))
 
 
 def test_windows_without_their_first_token_weigh_alike(books, tmp_path):
