@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import linregress, t, ttest_1samp, ttest_ind
 
 from diffquant.errors import UsageError
-from research.figure8 import depth, growth, tuned
+from research.figure8 import depth, growth, sixteen, tuned
 from research.figure8.analysis import DIFFS, SIX, THREE
 from research.figure8.growth_plot import plot_growth
 from research.figure8.plan import GRID, KINDS, TUNED, listed
@@ -262,6 +262,26 @@ def test_fine_tunings_of_changed_sources_are_no_results():
     there[tuned.run_name("diff-v2", "-tuned", 113)]["environment"]["commit"] = "c+changes"
     with pytest.raises(UsageError, match="no results"):
         tuned.summary(there)
+
+
+# E8
+
+
+def test_bits_won_by_the_nine_of_the_gpu_and_r_at_1024_tokens():
+    won, there = NOISE.normal(0.3, 0.1, len(sixteen.SEEDS)), {}
+    for kind, (at, seed) in itertools.product(KINDS, enumerate(sixteen.SEEDS)):
+        read = ranged(kind, 0.0)["range_by_length"]
+        bits = won[at] if kind in DIFFS else 0.0
+        there[f"e8-{kind}-seed-{seed}"] = scored(bits, 12, kind not in DIFFS, size="16M") | {"range_by_length": read}
+    low, high = ttest_1samp(won, 0.0).confidence_interval()
+    text = sixteen.summary(there)
+    assert row_of(text, "bits won in steps of 2")[2] == f"{won.mean():+.2f} [{low:+.2f}, {high:+.2f}]"
+    assert row_of(text, "log2 r by layer, windows of 1,024 with <s>")[1:] == [
+        "+0.00 [+0.00, +0.00]",
+        "+0.25 [+0.25, +0.25]",
+    ]
+    del there["e8-diff-v2-seed-202"]
+    assert sixteen.summary(there) == "8 of 9 trainings are there: no interval before all of them."
 
 
 def test_the_runs_that_the_analyses_ask_for_are_the_lists():
