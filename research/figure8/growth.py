@@ -69,6 +69,7 @@ def summary(there: Mapping[str, Result]) -> str:
     parts = []
     look = [f"e6-{kind}-read-seed-{SHIPPED}" for kind in KINDS]
     if all(name in there for name in look):
+        check_alike([there[name] for name in look])
         pairs = {kind: [(there[name], there[look[0]])] for kind, name in zip(DIFFS, look[1:], strict=True)}
         parts.append(section(f"A first look: log2 r of the models that ship, seed {SHIPPED}", _by_length(pairs)))
     parts.append(section("Known: log2 r at the ends of other trainings", _known(there)))
@@ -186,6 +187,7 @@ def _one(diff: Result | None, plain: Result | None, low: float, high: float) -> 
         return "not yet"
     if "diverged" in diff or "diverged" in plain:
         return "diverged"
+    check_alike([diff, plain])
     value = r_by(scored)(diff, plain)
     return f"{value:+.2f}, {'within' if low <= value <= high else 'outside'}"
 
