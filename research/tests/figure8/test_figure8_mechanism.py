@@ -53,7 +53,7 @@ def scored(bits, layers, plain, **rest):
     books = {
         "reading": {"text": "b"},
         "kl": dict.fromkeys(SCHEMES, passages),
-        "kl_of_steps": {f"{step:g}": passages for step in STEPS},
+        "kl_of_steps": {f"{step:g}": [step**2 * each for each in passages] for step in STEPS},
         "layers": read,
     }
     return training(books=books, web={"kl": dict.fromkeys(SCHEMES, passages)}, **rest)
