@@ -32,7 +32,7 @@ READERS := build/readers
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-all lint docs pages research-check walk dist audit plots gpu gpu-1 gpu-2 gpu-3 gpu-bench gpu-test fuzz fuzz-today pairs sanitize soak clean
+.PHONY: demo test test-all lint docs pages research-check walk dist audit plots gpu gpu-1 gpu-2 gpu-3 gpu-bench gpu-test figure8-gpu fuzz fuzz-today pairs sanitize soak clean
 .PHONY: .test-eighth .test-llama-cpp .test-oldest .test-ptx .test-quantizers .test-readers .test-serving .test-serving-models .test-thorough .test-triton .test-web .test-webgpu
 
 demo: $(VENV)/.demo
@@ -242,6 +242,14 @@ gpu-test:
 	side_by_side=$$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist worksteal"); \
 	PYTHONPATH=. $(PYTHON) -m pytest $(TESTS) $$side_by_side --noconftest -p no:cacheprovider -p tests.support.compilations \
 		-p tests.support.device_run
+
+# E8 of research/figure8/protocol.md: nine trainings of 16 million parameters side by side on one GPU, in about 25 minutes by estimate
+# (no GPU has run it), then their scores. The same command goes on where it was interrupted. TEXT is a file of English prose, of
+# 110 million characters or more; TOGETHER=3 takes a third of the memory, which is about 70 GB.
+TOGETHER ?= 9
+figure8-gpu:
+	test -n "$(TEXT)" || { echo 'give the text to train on: make figure8-gpu TEXT=books.txt'; exit 2; }
+	PYTHONPATH=. $(PYTHON) -m research.figure8.gpu --text $(TEXT) --together $(TOGETHER)
 
 # What `make test` tries a little of: a kill before every file operation of every verb, a failure of every call of quantize,
 # export and sweep on files and for memory, 10,000 damaged checkpoints, 10,000 damaged inputs of other kinds, and 1,000 weights

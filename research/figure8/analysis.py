@@ -397,7 +397,7 @@ def _outliers_of_groups(there: Mapping[str, Result]) -> dict[str, list[dict[str,
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, result in there.items():
         group, has_seed, _ = name.partition("-seed-")
-        if has_seed and "outliers" in result:
+        if has_seed and "overall" in result.get("outliers", {}):
             groups.setdefault(group, []).append(result["outliers"])
     return groups
 

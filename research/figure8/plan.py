@@ -6,7 +6,7 @@ Source of every number here: protocol.md beside this file.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,34 @@ CELLS = {
 }
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 EDGES = {GRID[0]: 5e-4, GRID[-1]: 16e-3}
-# Factors of a carried rate that E3 checks first, and how their runs' names end.
+# Factors of a carried rate that E3 and E5 check first, and how their runs' names end.
 CHECKS = {1.0: "", 2.0: "-double", 0.5: "-half"}
 EQUALIZED = "-equalized"
 # Largest magnitude of a logit in an equalized model: about what trained Transformers of this size reach.
 LARGEST = 28.0
 OUTLIERS = "-outliers"
+# Arms of E7, by the scheme of the logits that they are trained with.
+TUNED = {"-tuned": "16", "-tuned-tensor": "4:tensor", "-tuned-row": "4:row"}
+# E6: other weight decays, windows without <s>, and a finished model that is only read.
+DECAYS = {"-decay-0": 0.0, "-decay-1": 1.0}
+NO_FIRST, READ = "-no-first", "-read"
+# What may stand behind a kind: how it is trained.
+VARIANTS = (EQUALIZED, OUTLIERS, *TUNED, *DECAYS, NO_FIRST, READ)
+# Seed whose runs start from the models that ship.
+SHIPPED = 101
+# Beginnings of the names of runs in an arithmetic of their own.
+OTHER_ARITHMETIC = ("arithmetic-", "e7-", "e8-")
 
 _SMALL = Sizes(hidden=128, layers=5, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=10000.0)
 _LARGE = Sizes(hidden=256, layers=6, heads=8, head_dim=32, inner=688, context=512, init=0.06, bias=False, theta=10000.0)
-SIZES = {"1.25M": _SMALL, "5.3M": _LARGE}
+_DEEP = replace(_SMALL, hidden=80, layers=12, inner=207)
+_GPU = replace(_SMALL, hidden=320, layers=12, heads=10, inner=896, context=1024)
+SIZES = {"1.25M": _SMALL, "5.3M": _LARGE, "1.25M-deep": _DEEP, "16M": _GPU}
 TOKENS_PER_STEP = 4096
 _STEPS = 1800
+SMALL_TOKENS = _STEPS * TOKENS_PER_STEP
 # What the best rate falls with: tokens to this power, and width.
-_EXPONENT = -0.32
+EXPONENT = -0.32
 _RATE = re.compile(r"(?P<number>[\d.e-]+)(?P<edge>\?)?|best(?: (?P<sign>[×/]) (?P<factor>[2-9]))?|(?P<checked>checked)")
 
 Result = Mapping[str, Any]
@@ -54,8 +68,8 @@ class Run:
 
     Attributes:
         name: name of the run and of its raw file.
-        kind: kind of model, with "-equalized" behind it where queries and keys have one length, or "-outliers" where a
-            high rate makes its logits large on purpose.
+        kind: kind of model and, behind it, how it is trained: one of `VARIANTS`, such as "-equalized" where queries and
+            keys have one length, or "-outliers" where a high rate makes its logits large on purpose.
         size: name of its sizes in `SIZES`.
         steps: number of optimizer steps.
         rule: how its rate is found: a number, a number with "?" (needed only behind the end of the grid that is best),
@@ -76,7 +90,33 @@ class Run:
     @property
     def architecture(self) -> str:
         """Kind of model that is trained, however it is trained."""
-        return self.kind.removesuffix(EQUALIZED).removesuffix(OUTLIERS)
+        return self.kind.removesuffix(self.variant)
+
+    @property
+    def variant(self) -> str:
+        """What stands behind the kind, "" if nothing does."""
+        return next((variant for variant in VARIANTS if self.kind.endswith(variant)), "")
+
+    @property
+    def tuned_at(self) -> str:
+        """Scheme of the logits with which a model is trained further; "" for a run that trains a model anew."""
+        return TUNED.get(self.variant, "")
+
+    @property
+    def begins_trained(self) -> bool:
+        """Whether the run starts from a finished model."""
+        return bool(self.tuned_at) or self.variant == READ
+
+    @property
+    def base_run(self) -> str | None:
+        """Run whose finished model this one starts from; None where that is a model that ships, or none."""
+        is_ours = self.begins_trained and self.seed != SHIPPED
+        return f"e6-{self.architecture}-seed-{self.seed}" if is_ours else None
+
+    @property
+    def records_ranges(self) -> bool:
+        """Whether the ranges of the logits are recorded during the training."""
+        return self.name.startswith(("e5-", "e6-")) and "-seed-" in self.name and not self.begins_trained
 
     @property
     def base(self) -> str:
@@ -86,13 +126,16 @@ class Run:
 
     def schedule(self, rate: float) -> Schedule:
         """Schedule at a rate."""
-        return Schedule(self.steps, 100, TOKENS_PER_STEP, ((0.0, 128), (0.5, 256)), rate, seed=self.seed)
+        if self.tuned_at:
+            return Schedule(self.steps, self.steps // 10, TOKENS_PER_STEP, ((0.0, 256),), rate, seed=self.seed)
+        usual = Schedule(self.steps, 100, TOKENS_PER_STEP, ((0.0, 128), (0.5, 256)), rate, seed=self.seed)
+        return replace(usual, decay=DECAYS.get(self.variant, usual.decay))
 
     @property
     def carry(self) -> float:
         """Factor from the best rate of the small models to this run's."""
         wider: float = SIZES[self.size].hidden / _SMALL.hidden
-        fewer: float = (self.steps / _STEPS) ** _EXPONENT
+        fewer: float = (self.steps / _STEPS) ** EXPONENT
         return fewer / wider
 
 
@@ -135,6 +178,8 @@ def rate_of(run: Run, there: Mapping[str, Result]) -> float | None:
     rule = _RATE.fullmatch(run.rule)
     if rule is None:
         raise UsageError(f"{run.name} has an unknown rate {run.rule!r}")
+    if run.base_run is not None and run.base_run not in there:
+        return None
     if rule["number"]:
         rate = float(rule["number"])
         return rate if not rule["edge"] or EDGES.get(_best_of_grid(run.base, there) or 0.0) == rate else None
@@ -142,7 +187,7 @@ def rate_of(run: Run, there: Mapping[str, Result]) -> float | None:
     if best is None:
         return None
     times = float(rule["factor"] or 1)
-    factor = _checked(run.kind, there) if rule["checked"] else 1 / times if rule["sign"] == "/" else times
+    factor = _checked(run.name[:2], run.kind, there) if rule["checked"] else 1 / times if rule["sign"] == "/" else times
     return None if factor is None else round(best * run.carry * factor, 6)
 
 
@@ -164,9 +209,9 @@ def _best_of_grid(kind: str, there: Mapping[str, Result]) -> float | None:
     return _lowest({rate: grid_name(kind, rate) for rate in GRID}, there)
 
 
-def _checked(kind: str, there: Mapping[str, Result]) -> float | None:
+def _checked(experiment: str, kind: str, there: Mapping[str, Result]) -> float | None:
     """Factor 1, 2 or ½ of the neighbour that is best at a quarter of the tokens."""
-    return _lowest({factor: f"e3-{kind}-check{name}" for factor, name in CHECKS.items()}, there)
+    return _lowest({factor: f"{experiment}-{kind}-check{name}" for factor, name in CHECKS.items()}, there)
 
 
 def _lowest(names: Mapping[float, str], there: Mapping[str, Result]) -> float | None:

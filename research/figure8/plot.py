@@ -10,7 +10,7 @@ from research.figure8.plan import Result
 from research.figure8.scoring import SHARED
 
 _BITS = 4
-_NAMES = {"diff-v1": "DIFF V1", "diff-v2": "DIFF V2"}
+NAMES = {"diff-v1": "DIFF V1", "diff-v2": "DIFF V2"}
 # Heights of a kind's dots and of its interval, from a granularity's line.
 _APART, _ABOVE = 0.36, 0.13
 _SIZES = {
@@ -40,7 +40,7 @@ def plot_bits_won(there: Mapping[str, Result]) -> Any:
                 marker=style["marker"],
                 markersize=5,
                 capsize=3,
-                label=None if line else _NAMES[comparison.kind],
+                label=None if line else NAMES[comparison.kind],
             )
     axis.axvline(0, color=REFERENCE, linewidth=1)
     axis.set_yticks(range(len(SHARED)), [f"{_BITS}:{shared}" for shared in SHARED])
@@ -80,7 +80,7 @@ def plot_by_ratio(there: Mapping[str, Result]) -> Any:
         )
         axis.set_xscale("log", base=2)
         axis.set_xticks(RATIOS, [str(ratio) for ratio in RATIOS])
-        axis.set_title(_NAMES[comparisons[panel].kind])
+        axis.set_title(NAMES[comparisons[panel].kind])
         style_axis(axis, "both")
     axes[0].set_ylabel("bits won by DIFF (below 0: DIFF loses)")
     figure.supxlabel("range of the Transformer's logits over DIFF's", fontsize="medium")

@@ -7,9 +7,6 @@ One thread. The same command goes on where it was interrupted, and two of them d
 the trained model lie under build/figure8; the raw file alone is worth committing.
 """
 
-import hashlib
-import json
-import lzma
 import os
 import sys
 import time
@@ -22,14 +19,15 @@ import torch
 import typer
 from filelock import FileLock, Timeout
 
-from diffquant.benchmarks.measuring import describe_environment
 from diffquant.errors import DiffQuantError, NonFiniteError, UsageError
 from diffquant.model.modeling import DiffTransformer
-from diffquant.support.files import write_atomically
 from diffquant.support.progress import progress_for
 from research.figure8.plan import (
     EQUALIZED,
     LARGEST,
+    NO_FIRST,
+    OTHER_ARITHMETIC,
+    READ,
     RESULTS,
     RUNS,
     SIZES,
@@ -41,8 +39,11 @@ from research.figure8.plan import (
     results,
     upcoming,
 )
+from research.figure8.ranges import Trajectory, marks, read_lengths
+from research.figure8.record import environments, losses, weights_digest, write_result
 from research.figure8.scoring import caches, scores, validation
-from research.figure8.text import TrainingText
+from research.figure8.text import TrainingText, WithoutFirst
+from research.figure8.tuning import base_folder, load_base, loss_of, tuned_scores
 from research.train.equalized import equalize
 from research.train.kernels import is_supported
 from research.train.loop import CHECKPOINT, LOG, Trainer
@@ -50,7 +51,6 @@ from research.train.models import matched
 from research.train.train import claim, interruptible, objective_of, read_text
 
 BUILD = Path(__file__).parents[2] / "build" / "figure8"
-ENVIRONMENTS = "environments.json"
 # Steps between checkpoints, and losses averaged in a line of the log.
 EVERY = 100
 # Large blocks stay the process's own instead of being mapped and returned again and again.
@@ -96,6 +96,8 @@ def claimed(name: str | None, output: Path) -> Iterator[Run]:
         raise UsageError(f"the trainings that decide the rate of {name}, or whether it is needed, are not there yet")
     BUILD.mkdir(parents=True, exist_ok=True)
     for run in candidates:
+        if name is None and run.begins_trained and not base_folder(run, BUILD).exists():
+            continue
         try:
             held = FileLock(BUILD / f"{run.name}.lock").acquire(timeout=0)
         except Timeout:
@@ -119,7 +121,7 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
     there = results(output)
     rate = rate_of(run, there)
     batches = TrainingText(read_text(text, None), BUILD)
-    model = new_model(run, len(batches.tokenizer))
+    model, base = load_base(run, BUILD, there) if run.begins_trained else (new_model(run, len(batches.tokenizer)), {})
     arithmetic = run.arithmetic if is_supported() else "float32"
     record = {
         "run": run.name,
@@ -133,6 +135,7 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
         "arithmetic": arithmetic,
         "training_text": batches.describe(),
     }
+    record |= {"base": base, "tuned_at": run.tuned_at} if run.begins_trained else {}
     check_fits(run, record, there)
     folder = BUILD / run.name
     claim(folder, record)
@@ -140,28 +143,18 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
     try:
         with interruptible(folder):
             train(run, rate or 0.0, model, batches, arithmetic, folder, until)
-        record |= {"validation": validation(model, batches.held_out)}
+        record |= {"validation": validation(model, batches.held_out[:, run.variant == NO_FIRST :])}
     except NonFiniteError as error:
         record |= {"diverged": str(error), "validation": {"nll": None, "perplexity": None}}
     else:
         record |= {"weights": weights_digest(model)}
-        record |= scores(model, batches.tokenizer, progress_for(run.name))
-        if run.rule == "checked":
-            record |= {"caches": caches(model, batches.tokenizer)}
+        record |= measure(run, model, batches, folder)
         model.save_pretrained(folder / "model")
         batches.tokenizer.save_pretrained(folder / "model")
     record |= {"losses": losses(folder / LOG)}
     file = write_result(record, output)
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return file
-
-
-def environments(folder: Path) -> dict[str, Any]:
-    """This process's environment and, of a run that goes on from a checkpoint, those of the processes before it."""
-    note, now = folder / ENVIRONMENTS, describe_environment()
-    earlier = json.loads(note.read_text(encoding="utf-8")) if note.exists() and (folder / CHECKPOINT).exists() else []
-    write_atomically(note, json.dumps([*earlier, now]))
-    return {"environment": now} | ({"earlier_environments": earlier} if earlier else {})
 
 
 def check_fits(run: Run, record: Result, there: Mapping[str, Result]) -> None:
@@ -172,7 +165,7 @@ def check_fits(run: Run, record: Result, there: Mapping[str, Result]) -> None:
     """
     if texts := {each["training_text"]["sha256"] for each in there.values()} - {record["training_text"]["sha256"]}:
         raise UsageError(f"the raw files are of another text, of SHA-256 {texts.pop()}: give it, or another --output")
-    usual = {each["arithmetic"] for name, each in there.items() if not name.startswith("arithmetic-")}
+    usual = {each["arithmetic"] for name, each in there.items() if not name.startswith(OTHER_ARITHMETIC)}
     if run.arithmetic == "bf16" and usual - {record["arithmetic"]}:
         raise UsageError(
             f"the raw files are of {usual.pop()}, and this processor would train in {record['arithmetic']}: use one "
@@ -193,49 +186,48 @@ def train(
     run: Run, rate: float, model: DiffTransformer, batches: TrainingText, arithmetic: str, folder: Path, until: float
 ) -> None:
     """Train to the end, from the folder's checkpoint on if it has one."""
-    trainer = Trainer(model, run.schedule(rate), False, objective_of(model, arithmetic))
+    objective = loss_of(run, model) if run.tuned_at else objective_of(model, arithmetic)
+    trainer = Trainer(model, run.schedule(rate), False, objective)
     if not trainer.resume(folder):
         (folder / LOG).unlink(missing_ok=True)
-    progress = progress_for(run.name)
+    trajectory = Trajectory(folder, batches.tokenizer)
+    stops = marks(run.steps) if run.records_ranges else []
+    progress, every = progress_for(run.name), run.steps // 3 if run.tuned_at else EVERY
 
     def of_all(step: float, _: float, said: str) -> None:
         progress(step, run.steps, said)
 
-    while trainer.step < run.steps:
+    while True:
+        if trainer.step in stops:
+            trajectory.record(trainer.step, model)
+        if trainer.step >= run.steps:
+            return
         if time.monotonic() > until:
             raise DiffQuantError(f"{run.name}: the time is up at step {trainer.step}; the same command goes on")
-        trainer.train(batches, folder, until=trainer.step + EVERY, every=EVERY, progress=of_all)
+        following = [step for step in (*stops, (trainer.step // every + 1) * every) if step > trainer.step]
+        trainer.train(
+            WithoutFirst(batches) if run.variant == NO_FIRST else batches,
+            folder,
+            until=min(following),
+            every=every,
+            progress=of_all,
+        )
 
 
-def losses(log: Path) -> dict[int, float]:
-    """Losses of a training by step, each the mean of the steps since the one before; none if it ended too early."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
-
-
-def weights_digest(model: DiffTransformer) -> str:
-    """SHA-256 of the float32 parameters in order: two trainings that are one have one."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def write_result(record: Mapping[str, Any], folder: Path) -> Path:
-    """Write a raw file whole, packed by xz; numbers keep six digits."""
-    content = json.dumps(_rounded(record), ensure_ascii=False).replace('], "', '],\n"').replace('}, "', '},\n"') + "\n"
-    file = folder / f"{record['run']}.json.xz"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, lzma.compress(content.encode(), preset=9))
-    return file
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def measure(run: Run, model: DiffTransformer, batches: TrainingText, folder: Path) -> dict[str, Any]:
+    """Measure what the protocol asks for of a trained model."""
+    progress = progress_for(run.name)
+    if run.tuned_at:
+        return tuned_scores(model, batches.tokenizer, batches.held_out, progress)
+    if run.variant == READ:
+        return {"range_by_length": read_lengths(model, batches.tokenizer)}
+    found = scores(model, batches.tokenizer, progress)
+    if run.name.startswith("e3-") and run.rule == "checked":
+        found |= {"caches": caches(model, batches.tokenizer)}
+    if run.records_ranges:
+        found |= {"range_by_step": Trajectory(folder, batches.tokenizer).recorded()}
+        found |= {"range_by_length": read_lengths(model, batches.tokenizer)}
+    return found
 
 
 if __name__ == "__main__":

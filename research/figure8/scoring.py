@@ -67,7 +67,7 @@ def validation(model: DiffTransformer, held_out: Tensor) -> dict[str, Any]:
         NonFiniteError: a loss is no number, as where the last step of a training leaves such weights.
     """
     losses = []
-    for ids in held_out.split(_BATCH):
+    for ids in held_out.to(model.device).split(_BATCH):
         logits = model(ids[:, :-1], use_cache=False).logits.float()
         losses += cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(1).tolist()
     nll = sum(losses) / len(losses)
@@ -93,7 +93,7 @@ def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = report_n
             "nll": by_passage(measured["nll"]),
             "layers": measured["layers"],
             "kl": {scheme: by_passage(values) for scheme, values in measured["kl"].items()},
-            "kl_of_steps": {f"{step:g}": by_passage(_under_step(model, books, exact, step)) for step in STEPS},
+            "kl_of_steps": {f"{step:g}": by_passage(kl_of_step(model, books, exact, step)) for step in STEPS},
             "kl_of_qk": _under(model, books, {name: Recipe.of(qk=name) for name in OPERANDS}, BOOKS)["kl"],
             "kl_of_formats": _under(model, books, {name: _of_format(name) for name in FORMATS}, BOOKS)["kl"],
         },
@@ -147,7 +147,7 @@ def _under(
     return {"nll": passage_means(nll, settings.windows), "kl": kl}
 
 
-def _under_step(
+def kl_of_step(
     model: DiffTransformer, readings: Sequence[Reading], exact: Sequence[Tensor], step: float
 ) -> list[float]:
     """KL of logits rounded to multiples of a step, which no range decides and no code limits."""

@@ -68,3 +68,20 @@ class TrainingText:
             "training_tokens": len(self._ids),
             "held_out_tokens": HELD_OUT * WINDOW,
         }
+
+
+class WithoutFirst:
+    """Batches of a text whose windows have no <s>, and so one token less."""
+
+    def __init__(self, text: TrainingText) -> None:
+        self.tokenizer = text.tokenizer
+        self._text = text
+
+    def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Token ids [rows, length] and equal weights [rows, length - 1]."""
+        ids, weights = self._text.batch(seed, step, rows, length)
+        return ids[:, 1:], weights[:, 1:] * (length / (length - 1))
+
+    def describe(self) -> dict[str, Any]:
+        """The text, for a run's record."""
+        return self._text.describe()

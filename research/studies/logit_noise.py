@@ -164,7 +164,7 @@ class RoundingError:
         self.variances.append([float(scale.square().mean()) / 12 for scale in scales])
         moved = difference(seen.terms(logits))
         compared = [(moved, exact), (pair_norm(moved, seen.post), pair_norm(exact, seen.post))]
-        self.squares += torch.stack([x for a, b in compared for x in (_squares(a - b), _squares(b))])
+        self.squares += torch.stack([x for a, b in compared for x in (_squares(a - b), _squares(b))]).cpu()
 
     def summary(self) -> dict[str, Any]:
         """Sums as statistics.
@@ -216,7 +216,8 @@ class _Layer:
         self.spread.append([float(-logits.amin(-1).mean()) for logits in below])
         if seen.lam is not None:
             self.lams.append(seen.lam.flatten())
-        self.squares += torch.stack([torch.stack([_squares(term) for term in terms]).sum(), _squares(exact)])
+        squares = torch.stack([torch.stack([_squares(term) for term in terms]).sum(), _squares(exact)])
+        self.squares += squares.cpu()
         for error in self.errors.values():
             error.add(seen, exact)
 
@@ -264,7 +265,7 @@ def sensitivity(
     generator = torch.Generator().manual_seed(layer)
 
     def see(attention: SeenAttention) -> Tensor:
-        noise = SIGMA * torch.randn(attention.logits[0].shape, generator=generator)
+        noise = SIGMA * torch.randn(attention.logits[0].shape, generator=generator).to(attention.logits[0])
         # One map has the first share.
         logits = [of_map + share * noise for of_map, share in zip(attention.logits, shares, strict=False)]
         return difference(attention.terms(logits))

@@ -26,6 +26,8 @@ from diffquant.calib.outlier_result import plot_outliers, read_outliers
 from diffquant.errors import UsageError
 from diffquant.support.files import list_matching_files, read_text_or_xz
 from research.figure8.analysis import LARGER, LONGER, MAIN
+from research.figure8.growth import USUAL
+from research.figure8.growth_plot import plot_growth
 from research.figure8.plan import RESULTS as TRAININGS
 from research.figure8.plan import results as trainings
 from research.figure8.plot import plot_bits_won, plot_by_ratio
@@ -170,9 +172,14 @@ def _one(name: str, read: Callable[[Path], Any], draw: Callable[[Any, Path], obj
 
 def _of_trainings(file: Path) -> Iterator[tuple[str, Drawing]]:
     """The pictures of all trainings that are compared, which a file of one of them stands for."""
-    code = ("research/figure8/plot.py", "research/figure8/analysis.py")
-    drawn = {"bits-won.png": (plot_bits_won, MAIN), "bits-by-range.png": (plot_by_ratio, [*MAIN, *LONGER, *LARGER])}
-    for name, (figure, comparisons) in drawn.items():
+    usual = ["plot", "analysis"]
+    drawn = {
+        "bits-won.png": (plot_bits_won, MAIN, usual),
+        "bits-by-range.png": (plot_by_ratio, [*MAIN, *LONGER, *LARGER], usual),
+        "range-by-tokens.png": (plot_growth, [*USUAL, *LONGER, *MAIN], ["growth_plot", "growth", *usual]),
+    }
+    for name, (figure, comparisons, modules) in drawn.items():
+        code = tuple(f"research/figure8/{module}.py" for module in modules)
         files = tuple(TRAININGS / f"{run}.json" for each in comparisons for pair in each.names for run in pair)
         if file == files[0]:
             yield name, Drawing(partial(_draw_trainings, figure), files, code)

@@ -1,0 +1,61 @@
+"""Primary comparisons of three trainings each, as tables: intervals, p after Holm, and a word for what was decided."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from diffquant.measure.stats import Difference, mean_interval
+from diffquant.reports.tables import markdown
+from research.figure8.analysis import LEVEL, holm, p_value
+from research.figure8.direction import moved
+
+# What an effect above zero and one below are called.
+Words = tuple[str, str]
+
+
+def shown(mean: Difference) -> str:
+    """Write a mean with its interval."""
+    return f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"
+
+
+def interval(values: Sequence[float]) -> str:
+    """Write the mean of values with Student's 95 % interval; a single value as it is, none as "none"."""
+    return shown(mean_interval(values)) if len(values) > 1 else f"{values[0]:+.2f}" if values else "none"
+
+
+def change(before: Sequence[float], after: Sequence[float]) -> tuple[Difference, float]:
+    """Compute the change of a mean between two groups of trainings with Welch's interval, and its p."""
+    from scipy.stats import ttest_ind
+
+    return moved(before, after), float(ttest_ind(after, before, equal_var=False).pvalue)
+
+
+def against_zero(values: Sequence[float]) -> tuple[Difference, float]:
+    """Compute a mean with Student's interval, and the p of its being zero."""
+    return mean_interval(values), p_value(values)
+
+
+def decided(found: Mapping[str, tuple[Difference, float]], words: Words) -> list[str]:
+    """Make a table of comparisons, each a mean with its p, which Holm adjusts over all of them."""
+    adjusted = holm([p for _, p in found.values()])
+    rows = [
+        [name, shown(mean), f"{p:.2g}", word(mean.mean, p, words)]
+        for (name, (mean, _)), p in zip(found.items(), adjusted, strict=True)
+    ]
+    return markdown(["", "mean", "p, Holm", "verdict"], rows)
+
+
+def word(mean: float, p: float, words: Words) -> str:
+    """Choose the word for a mean whose p has been adjusted."""
+    return "undecided" if p >= LEVEL else words[mean <= 0]
+
+
+def section(title: str, lines: Sequence[str]) -> str:
+    """Write a section of Markdown."""
+    return f"## {title}\n\n" + "\n".join(lines)
+
+
+def slope(places: Sequence[float], values: Sequence[float]) -> float:
+    """Compute the least-squares slope of values over places."""
+    x, y = fmean(places), fmean(values)
+    spread = sum((place - x) ** 2 for place in places)
+    return sum((place - x) * (value - y) for place, value in zip(places, values, strict=True)) / spread
