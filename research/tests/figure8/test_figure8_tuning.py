@@ -143,10 +143,10 @@ def test_a_fine_tuning_starts_from_the_model_that_ships_and_writes_what_the_anal
 def test_a_base_whose_weights_are_not_those_of_its_raw_file_is_refused(tmp_path):
     (planned,) = (each for each in listed() if each.name == "e7-diff-v2-tuned-row-seed-113")
     with pytest.raises(UsageError, match="starts from the model of e6-diff-v2-seed-113"):
-        tuning.load_base(planned, tmp_path, {}, run.weights_digest)
+        tuning.load_base(planned, tmp_path, {})
     small("diff-v2").save_pretrained(tmp_path / planned.base_run / "model")
     with pytest.raises(UsageError, match="has other weights than the raw file of e6-diff-v2-seed-113"):
-        tuning.load_base(planned, tmp_path, {planned.base_run: {"weights": "f00d"}}, run.weights_digest)
+        tuning.load_base(planned, tmp_path, {planned.base_run: {"weights": "f00d"}})
 
 
 def test_a_fine_tuning_can_begin_once_its_base_is_there(tmp_path):
