@@ -35,8 +35,8 @@ def _latent_tile(tokens: int, warps: int, blocks: int) -> Config:
     return {"tokens": tokens, "warps": warps, "blocks": blocks, "rows": 32}
 
 
-# By the latents' bits: the largest tiles whose loops do not spill and, on sm_80, fit in the shared memory of smaller
-# devices.
+# By the latents' bits: the largest tiles whose loops do not spill without a residual and, on sm_80, fit in the shared
+# memory of smaller devices.
 TILES = {
     **{f"latent/sm_90/{bits}": _latent_tile(8, 8, 1) for bits in (16, 8, 4)},
     "latent/sm_90/6": _latent_tile(4, 8, 1),
