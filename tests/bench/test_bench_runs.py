@@ -41,6 +41,7 @@ def test_a_graph_keeps_what_it_was_captured_of(monkeypatch):
     device.CUDAGraph().replay = lambda: replayed.append(there() is not None)
     device.Event().elapsed_time = lambda _: 2.0
     monkeypatch.setattr(torch, "cuda", device)
+    monkeypatch.setitem(measuring.TURN_MS, "cuda", 5.0)
     turn = measuring.make_timer(partial(torch.neg, read), "cuda", graph=True)
     del read
     gc.collect()

@@ -30,7 +30,7 @@ def binaries():
 
 
 def test_no_product_loses_its_operands(binaries):
-    assert len(binaries) == 61
+    assert binaries.keys() == {name for name, _ in every_kernel()}
     assert all(binaries.values())
     for name, each in binaries.items():
         for binary in each:

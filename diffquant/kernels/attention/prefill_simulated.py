@@ -25,7 +25,7 @@ from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_sca
 from diffquant.recipe.scheme import FULL, Scheme
 
 TILES = {
-    "simulated/sm_90/64": make_attention_config(128, 128, 8, 2),
+    "simulated/sm_90/64": make_attention_config(128, 64, 8, 2),
     "simulated/sm_90/128": make_attention_config(128, 64, 8, 2),
     "simulated/sm_80/64": make_attention_config(128, 64, 8, 2),
     "simulated/sm_80/128": make_attention_config(128, 32, 8, 2),

@@ -243,6 +243,11 @@ def _weigh(
         logits *= scale
         if SHIFT:
             logits -= largest[:, None]
+            # Counted before the codes are made: keeping logits until after them would take more registers.
+            under = logits < (-(levels + 0.5) * step_of_codes)[:, None]
+            if MASKED:
+                under = under & seen
+            below += gl.sum(under.to(gl.int32), 1)
         codes = _quotient(logits, step_of_codes[:, None], inverse[:, None]) + _ROUND
         if SHIFT:
             codes = gl.maximum(codes - _ROUND, -1.0 * levels)
@@ -251,11 +256,6 @@ def _weigh(
         p = gl.exp2(codes * (step_of_codes * log2e)[:, None])
         if MASKED:
             p = gl.where(seen, p, 0.0)
-        if SHIFT:
-            under = logits < (-(levels + 0.5) * step_of_codes)[:, None]
-            if MASKED:
-                under = under & seen
-            below += gl.sum(under.to(gl.int32), 1)
         total += gl.sum(p, 1)
         shrunk = total
     else:

@@ -38,10 +38,8 @@ def _latent_tile(tokens: int, warps: int, blocks: int) -> Config:
 # By the latents' bits: the largest tiles whose loops do not spill without a residual and, on sm_80, fit in the shared
 # memory of smaller devices.
 TILES = {
-    "latent/sm_90/16": _latent_tile(8, 8, 1),
-    "latent/sm_90/8": _latent_tile(8, 4, 2),
+    **{f"latent/sm_90/{bits}": _latent_tile(8, 8, 1) for bits in (16, 8, 4)},
     "latent/sm_90/6": _latent_tile(4, 8, 1),
-    "latent/sm_90/4": _latent_tile(8, 4, 2),
     **{f"latent/sm_80/{bits}": _latent_tile(4, 8, 1) for bits in (16, 8, 6, 4)},
 }
 

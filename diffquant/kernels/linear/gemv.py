@@ -189,8 +189,10 @@ def _add_chunks(
             else:
                 part = tl.dot(a, b, part)
                 if (field + 1) % SPAN == 0:
-                    # Beyond K the scale is arbitrary, since x is 0 there.
-                    group = tl.minimum(chunk * chunk_width + field * 16, K - 1) // GROUP
+                    group = (chunk * chunk_width + field * 16) // GROUP
+                    if not EVEN:
+                        # Beyond K the scale is arbitrary, since x is 0 there.
+                        group = tl.minimum(group, (K - 1) // GROUP)
                     stored = tl.load(scales + (group * blocks + block)[:, None] * 16 + lane_row)
                     scale = decode_scale(stored, GROUP, FLOATS)
                     scale = scale.reshape(WARPS, 8, 4, 2).permute(0, 3, 1, 2)[:, :, :, :, None]

@@ -9,13 +9,14 @@ from diffquant.benchmarks.workloads import V2, Model, find_model
 from diffquant.family.call import AttentionCall
 from research.bench.gpu.stores import CONTIGUOUS, latent_cells, paged_cells
 
-_TURNS = 5
+_TURNS = 3
 _GENERATIONS = 3
 FP16, INT8, FP8 = "DIFF, fused", "DIFF, fused, int8 QK", "DIFF, fused, int8 QK, fp8 PV"
 FLASH, CUDNN, PACKAGE = "Transformer, SDPA flash", "Transformer, SDPA cuDNN", "Transformer, flash-attn"
 SPECIALIZED, FP8_SPECIALIZED = f"{FP16}, specialized", f"{FP8}, specialized"
 # Who else computes fp16 attention of the matched Transformer: FlashAttention-2 as torch ships it, cuDNN, the package.
 REFERENCES = (FLASH, CUDNN, PACKAGE)
+NEWEST = ("FlashDiffAttn_1, flash-attn-4", "Transformer, flash-attn-4")
 FOUR, TWO = "FlashDiffAttn_2, SDPA cuDNN", "FlashDiffAttn_1, SDPA mem-efficient"
 TWO_CUDNN = "FlashDiffAttn_1, SDPA cuDNN"
 ROUNDED, ROUNDED_EAGERLY = "DIFF, simulated logits 8:row", "DIFF, simulated logits 8:row, eager"
@@ -76,9 +77,9 @@ def eight_bit_cells(model: Model, length: int, dtype: str, peers: Sequence[str])
     from diffquant.benchmarks.measuring import make_timer, run_in_turns
     from diffquant.benchmarks.workloads import Workload, make_differential_call
 
-    cells = attention_cells("attention", model, length, length, 1, dtype, False, peers)
+    cells = attention_cells("attention", model, length, length, 1, dtype, True, peers)
     call = make_differential_call(Workload(model, length, length, 1, dtype), "cuda")
-    values = run_in_turns({"": make_timer(lambda: eight_bit_codes(call), "cuda")}, _TURNS)[""]
+    values = run_in_turns({"": make_timer(lambda: eight_bit_codes(call), "cuda", graph=True)}, _TURNS)[""]
     return [*cells, {"path": QUANTIZING, "median": median(values), "values": values}]
 
 
@@ -183,8 +184,8 @@ def _prefill_groups() -> list[Group]:
     model = find_model("3B")
     planned = [
         Group(
-            "prefill V1, 16K tokens, float16: 8 bits",
-            (Aim(FP8_SPECIALIZED, CUDNN, 1.25), Aim(FP8_SPECIALIZED, FLASH, 1.5)),
+            "prefill V1, 16K tokens, float16, CUDA graphs: 8 bits",
+            (Aim(FP8_SPECIALIZED, CUDNN, 1.0), Aim(FP8_SPECIALIZED, FLASH, 1.5)),
             eight_bit_cells,
             (model, 16384, "float16", (FP8_SPECIALIZED, FP8, INT8, SPECIALIZED, FP16, *REFERENCES)),
             REFERENCES,
@@ -192,7 +193,7 @@ def _prefill_groups() -> list[Group]:
     ]
     # Not every cuDNN takes values wider than keys.
     fused = (Aim(SPECIALIZED, FOUR, 1.3), Aim(SPECIALIZED, TWO_CUDNN, 1.15, needs_other=False))
-    rivals = (SPECIALIZED, FP16, FOUR, TWO_CUDNN, TWO, *REFERENCES)
+    rivals = (SPECIALIZED, FP16, FOUR, TWO_CUDNN, TWO, *NEWEST, *REFERENCES)
     planned += [
         _attention_group(f"prefill V1, {length} tokens, {dtype}", fused, model, length, dtype, rivals)
         for length, dtype in ((16384, "bfloat16"), (8192, "float16"), (4096, "bfloat16"))
@@ -214,7 +215,8 @@ def _prefill_groups() -> list[Group]:
             V2,
             8192,
             "bfloat16",
-            (SPECIALIZED, FP16, "FlashDiffAttn_1", *REFERENCES),
+            # One call of each by name, since SDPA does not say which of its backends it chose.
+            (SPECIALIZED, FP16, TWO_CUDNN, *NEWEST, *REFERENCES),
         )
     )
     planned.append(
@@ -228,13 +230,16 @@ def _prefill_groups() -> list[Group]:
 def _attention_group(
     name: str, aims: tuple[Aim, ...], model: Model, length: int, dtype: str, peers: Sequence[str]
 ) -> Group:
-    arguments = ("attention", model, length, length, 1, dtype, False, peers)
-    return Group(name, aims, attention_cells, arguments, tuple(x for x in peers if x in (*REFERENCES, TWO_CUDNN)))
+    arguments = ("attention", model, length, length, 1, dtype, True, peers)
+    named = f"{name}, CUDA graphs"
+    return Group(
+        named, aims, attention_cells, arguments, tuple(x for x in peers if x in (*REFERENCES, *NEWEST, TWO_CUDNN))
+    )
 
 
 def _decode_groups() -> list[Group]:
     cache = "DIFF, fused, {}-bit cache".format
-    aims = (Aim(cache(4), cache(16), 3.0),)
+    aims = (Aim(cache(4), cache(16), 3.3),)
     peers = (*map(cache, (16, 8, 6, 4)), FLASH_TWO, "FlashDiffAttn_2, SDPA flash", *REFERENCES)
     planned = []
     # The host's launches take longer than the kernels: aims are for graphs, which `generate` replays.
@@ -249,14 +254,14 @@ def _decode_groups() -> list[Group]:
 
 
 def _linear_groups() -> list[Group]:
-    aims = (Aim("packed, 4 bits", "dense", 3.0),)
+    one, many = ((Aim("packed, 4 bits", "dense", ratio),) for ratio in (2.5, 1.6))
     return [
-        Group("linear 3072 -> 8192, 1 token, float16, CUDA graphs", aims, linear_cells, (True, 1), ("dense",)),
+        Group("linear 3072 -> 8192, 1 token, float16, CUDA graphs", one, linear_cells, (True, 1), ("dense",)),
         Group("linear 3072 -> 8192, 1 token, float16", (), linear_cells, (False, 1), ("dense",)),
         *(
             Group(
                 f"linear 3072 -> 8192, {tokens} tokens, float16, CUDA graphs",
-                (),
+                many if tokens == 64 else (),
                 linear_cells,
                 (True, tokens),
                 ("dense",),

@@ -4,8 +4,9 @@
 
 Needs torch, triton and numpy alone; what generates text end to end says that it needs transformers too. Each group
 runs in a process of its own, so that one that fails takes no other with it: first all once, side by side, which
-compiles what they need, then one after the other, and what is measured is written after each. Exit code 4 where an
-aim is missed, 3 where a cell could not be measured.
+compiles what they need, then one after the other, and what is measured is written after each. A run goes on from its
+file if that is of the same commit. Ratios are medians over paired turns. Exit code 4 where an aim is missed, 3 where a
+cell could not be measured.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from diffquant.benchmarks.contest import format_error
-from diffquant.benchmarks.measuring import describe_environment
+from diffquant.benchmarks.measuring import TURN_MS, describe_environment
 from diffquant.support.files import write_json
 from research.bench.gpu.groups import Aim, Group, groups
 from research.bench.roofline import measure_roofline
@@ -47,9 +48,11 @@ class Apart:
         self._pool = ProcessPoolExecutor(1, get_context("spawn"))
         self.problem: str | None = None
 
-    def start(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Future[Any] | None:
-        """Call a function there; None after a problem."""
-        return self._pool.submit(_alone, function, tuple(arguments)) if self.problem is None else None
+    def start(
+        self, function: Callable[..., Any], arguments: Sequence[Any], turn_ms: float = TURN_MS["cuda"]
+    ) -> Future[Any] | None:
+        """Call a function there, with turns of at least so long on a GPU; None after a problem."""
+        return self._pool.submit(_alone, function, tuple(arguments), turn_ms) if self.problem is None else None
 
     def result(self, future: Future[Any] | None, seconds: float) -> Any:
         """What a call gave within some seconds from now, or None with a problem; the process has ended then."""
@@ -68,10 +71,11 @@ class Apart:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _alone(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _alone(function: Callable[..., Any], arguments: tuple[Any, ...], turn_ms: float) -> Any:
     """A function's result, without the memory that its process keeps for later: others measure on the same device."""
     import torch
 
+    TURN_MS["cuda"] = turn_ms
     result = function(*arguments)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -107,15 +111,16 @@ def verdict(aim: Aim, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any
     for cells in runs:
         by_path = {cell["path"]: cell for cell in cells}
         compared = [by_path.get(name, {"missing": "not run"}) for name in (aim.path, aim.other)]
-        if all("median" in cell for cell in compared):
-            ratios.append(compared[1]["median"] / compared[0]["median"])
+        if all("values" in cell for cell in compared):
+            turns = zip(compared[1]["values"], compared[0]["values"], strict=True)
+            ratios.append(median(other / own for other, own in turns))
         reasons += [
             f"{name}: {cell.get('missing')}"
             for name, cell in zip((aim.path, aim.other), compared, strict=True)
-            if "median" not in cell
+            if "values" not in cell
         ]
     if not ratios or len(ratios) < len(runs):
-        is_there = any("median" in cell for cells in runs for cell in cells if cell["path"] == aim.path)
+        is_there = any("values" in cell for cells in runs for cell in cells if cell["path"] == aim.path)
         state = "not there" if is_there and not aim.needs_other else "not measured"
         return {"ratios": ratios, "state": state, "reasons": list(dict.fromkeys(reasons))}
     return {"ratios": ratios, "state": "reached" if min(ratios) >= aim.at_least else "missed"}
@@ -202,26 +207,46 @@ def main() -> int:
 
 
 def measure_all(chosen: Sequence[Group], file: Path | None, seconds: float, device: str = "cuda") -> dict[str, Any]:
-    """Everything about some groups, printed and written after each; none is begun when the time is over."""
+    """Everything about some groups, printed and written after each; none is begun when the time is over.
+
+    Groups that the file has of the same commit without a problem are not measured again.
+    """
+    import torch
+
     started = time.perf_counter()
-    processes = _warmed(chosen)
+    described = describe_environment() | {"cudnn": torch.backends.cudnn.version()}
+    before = _measured_before(file, described["commit"])
+    processes = _warmed([group for group in chosen if group.name not in before])
     roofline = Apart()
     ceilings: Ceilings | None = roofline.result(roofline.start(measure_roofline, (device, _DTYPES)), _SECONDS_A_GROUP)
     roofline.end()
     result: dict[str, Any] = {
-        "environment": describe_environment(),
+        "environment": described,
         "ceilings": ceilings if ceilings is not None else {"problem": roofline.problem},
         "groups": [],
     }
     print(f"ceilings: {json.dumps(result['ceilings'])}", flush=True)
-    for group, process in zip(chosen, processes, strict=True):
-        over = time.perf_counter() - started > seconds
-        result["groups"].append(entry(group, (), "the time was over") if over else run_group(group, process))
-        process.end()
+    for group in chosen:
+        if group.name in before:
+            result["groups"].append(before[group.name])
+        else:
+            process, over = processes.pop(0), time.perf_counter() - started > seconds
+            result["groups"].append(entry(group, (), "the time was over") if over else run_group(group, process))
+            process.end()
         print(group_text(result["groups"][-1], ceilings), flush=True)
         if file:
             write_json(file, result)
     return result
+
+
+def _measured_before(file: Path | None, commit: str | None) -> dict[str, dict[str, Any]]:
+    """The groups by name that a file has of this commit, without those that had a problem."""
+    if file is None or not file.exists():
+        return {}
+    earlier = json.loads(file.read_text(encoding="utf-8"))
+    if commit is None or earlier["environment"]["commit"] != commit:
+        return {}
+    return {group["group"]: group for group in earlier["groups"] if group["problem"] is None}
 
 
 def _warmed(chosen: Sequence[Group]) -> list[Apart]:
@@ -231,7 +256,10 @@ def _warmed(chosen: Sequence[Group]) -> list[Apart]:
     """
     processes = [Apart() for _ in chosen]
     began = time.monotonic()
-    futures = [process.start(group.measure, group.arguments) for group, process in zip(chosen, processes, strict=True)]
+    futures = [
+        process.start(group.measure, group.arguments, turn_ms=0.0)
+        for group, process in zip(chosen, processes, strict=True)
+    ]
     for process, future in zip(processes, futures, strict=True):
         process.result(future, max(0.0, began + _SECONDS_TO_WARM - time.monotonic()))
     failed = [process.problem not in (None, _LATE) for process in processes]

@@ -10,6 +10,7 @@ from torch.nn import Embedding
 from torch.nn.modules.module import register_module_forward_hook
 
 from diffquant.benchmarks import contest, linears
+from diffquant.benchmarks.measuring import TURN_MS
 from diffquant.benchmarks.workloads import Workload, find_model, make_differential_call
 from research.bench.gpu import groups, ratios, stores
 from research.bench.gpu.groups import Aim, Group
@@ -24,7 +25,7 @@ def _imports_are_shared(monkeypatch):
 
 
 def cells(**medians):
-    return [{"path": name, "median": value} for name, value in medians.items()]
+    return [{"path": name, "median": value, "values": [value]} for name, value in medians.items()]
 
 
 def test_an_aim_is_reached_only_if_every_run_reaches_it():
@@ -35,6 +36,13 @@ def test_an_aim_is_reached_only_if_every_run_reaches_it():
     assert absent["state"] == "not measured"
     assert absent["reasons"] == ["fast: no kernel"]
     assert ratios.verdict(aim, [])["state"] == "not measured"
+
+
+def test_ratios_are_of_turns_side_by_side():
+    fast, slow = (
+        {"path": name, "median": 2.0, "values": values} for name, values in (("a", [1, 2, 9]), ("b", [3, 2, 18]))
+    )
+    assert ratios.verdict(Aim("a", "b", 1.0), [[fast, slow]])["ratios"] == [2.0]
 
 
 def test_an_aim_against_a_peer_that_not_every_machine_has_is_held_where_it_runs():
@@ -76,7 +84,13 @@ CEILINGS = {"copy": {"bytes a second": 1e9}, "matmul": {"float16": 1e12}}
 
 
 def test_each_path_stands_beside_its_named_peers_its_memory_and_the_ceilings():
-    ours = {"path": "ours", "median": 2.0, "workload": "3B, 8 tokens, batch 1, float16", "operations": 10**9}
+    ours = {
+        "path": "ours",
+        "median": 2.0,
+        "values": [2.0],
+        "workload": "3B, 8 tokens, batch 1, float16",
+        "operations": 10**9,
+    }
     ours |= {"bytes": 1_500_000, "peak_bytes": 7_000_000, "error": 1e-3}
     absent = {"path": "flash-attn", "missing": "not installed"}
     group = Group("g", (), fails, (), ("cuDNN", "flash-attn"))
@@ -108,6 +122,36 @@ def test_what_was_measured_is_written_before_the_next_group_begins(tmp_path, mon
     assert result["groups"][1]["runs"] == [cells(first=1.0)] * 2
     assert json.loads(file.read_text()) == json.loads(json.dumps(result))
     assert "problem" in result["ceilings"]
+
+
+def once(path):
+    """Cells of the warm-up and of a run, after which it fails."""
+    with path.open("a") as file:
+        file.write(".")
+    if len(path.read_text()) > 3:
+        raise RuntimeError("measured again")
+    return cells(a=1.0)
+
+
+@pytest.mark.parametrize(("commit", "problem"), [("a" * 40, None), ("b" * 40, "RuntimeError: measured again")])
+def test_a_run_goes_on_from_its_file_at_the_same_commit(tmp_path, monkeypatch, commit, problem):
+    monkeypatch.setattr(ratios, "measure_roofline", fails)
+    file, planned = tmp_path / "gpu.json", [Group("first", (), once, (tmp_path / "runs",))]
+    for where in ("a" * 40, commit):
+        monkeypatch.setattr(ratios, "describe_environment", lambda where=where: {"commit": where})
+        (found,) = ratios.measure_all(planned, file, seconds=600)["groups"]
+    assert found["problem"] == problem
+
+
+def turn():
+    return cells(turn=TURN_MS["cuda"])
+
+
+def test_all_groups_warm_up_by_short_turns_and_are_measured_by_long_ones():
+    process = ratios.Apart()
+    assert process.result(process.start(turn, (), turn_ms=0.0), 60) == cells(turn=0.0)
+    assert process.result(process.start(turn, ()), 60) == cells(turn=200.0)
+    process.end()
 
 
 def fails_at_first(path):
