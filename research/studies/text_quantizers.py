@@ -23,7 +23,7 @@ from research.studies.quantizers import codebook
 from research.studies.rounding_method import TIERS, Method, Over, Quantize, Quantized, group_size
 
 _SCALE_BITS = 16
-_FINE, _COARSE, _, _LOW, _, _FIVE, _LEAST = TIERS
+_FINE, _COARSE, _SIX, _LOW, _, _FIVE, _LEAST = TIERS
 
 
 def llm_compressor(bits: int, least: int, observer: str) -> Over:
@@ -245,6 +245,8 @@ TEXT_METHODS = (
     _of_auto_round(_COARSE, 4, 128),
     *_of_llm_compressor(_COARSE, 4, 128),
     _of_llama_cpp(_COARSE, "IQ4_XS"),
+    _of_auto_round(_SIX, 6, 128),
+    *_of_llm_compressor(_SIX, 6, 128),
     _of_auto_round(_LOW, 3, 32),
     *_of_llm_compressor(_LOW, 3, 32),
     _of_llama_cpp(_LOW, "Q3_K"),
