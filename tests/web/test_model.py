@@ -116,5 +116,5 @@ def call_of(q, k, spec, scheme, lam, gate):
     """Attention whose values are unit vectors."""
     length = q.shape[2]
     units = torch.eye(length, dtype=q.dtype).expand(1, spec.kv_pairs, length, length)
-    maps = spec.layout.split_query_maps(q), spec.layout.key_maps(k)
+    maps = spec.layout.split_query_maps(q), spec.layout.split_key_maps(k)
     return AttentionCall(*maps, units, lam, scale=spec.scale, mask=Mask(), logits=scheme, signal_gate=gate)
