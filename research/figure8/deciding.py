@@ -1,7 +1,6 @@
 """Primary comparisons of three trainings each, as tables: intervals, p after Holm, and a word for what was decided."""
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.reports.tables import markdown
@@ -52,10 +51,3 @@ def word(mean: float, p: float, words: Words) -> str:
 def section(title: str, lines: Sequence[str]) -> str:
     """Write a section of Markdown."""
     return f"## {title}\n\n" + "\n".join(lines)
-
-
-def slope(places: Sequence[float], values: Sequence[float]) -> float:
-    """Compute the least-squares slope of values over places."""
-    x, y = fmean(places), fmean(values)
-    spread = sum((place - x) ** 2 for place in places)
-    return sum((place - x) * (value - y) for place, value in zip(places, values, strict=True)) / spread

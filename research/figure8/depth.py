@@ -8,7 +8,7 @@ Prints Markdown. Before all its trainings are there, it prints how many are ther
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +26,7 @@ from research.figure8.analysis import (
     range_won,
     sensitivity_won,
 )
-from research.figure8.deciding import against_zero, change, decided, interval, section, slope
+from research.figure8.deciding import against_zero, change, decided, interval, section
 from research.figure8.plan import KINDS, RESULTS, Result, results
 from research.figure8.scoring import BITS
 from research.studies.figure8_model import costs
@@ -69,7 +69,7 @@ def slope_over(place: Place) -> Callable[[Result, Result], float]:
 
     def measure(diff: Result, plain: Result) -> float:
         places = [place(number, layer) for number, layer in enumerate(diff["books"]["layers"])]
-        return slope(places, excess(diff, plain))
+        return linear_regression(places, excess(diff, plain)).slope
 
     return measure
 

@@ -22,8 +22,8 @@ LEVELS = {
 }
 # Of more bits than the rest of their tier.
 _LARGER = ("iq4_xs", "q4_k_m", "q5_0", "q5_k")
-# SmolLM2's file is on a grid of 4 bits, which these find again.
-_ON_ITS_GRID = ("llama.cpp Q4_K", "llama.cpp Q5_K")
+# SmolLM2's file is on a grid of 4 bits, which this one finds again.
+_ON_ITS_GRID = "llama.cpp Q4_K"
 
 
 def rows(model: str, level: str) -> Mapping[str, dict[str, Any]]:

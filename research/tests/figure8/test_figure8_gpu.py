@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffquant import data
 from diffquant.errors import DiffQuantError, UsageError
 from research.figure8 import gpu, plan, ranges, scoring, text
 from research.figure8.plan import KINDS, RESULTS, results
@@ -28,13 +27,6 @@ def _a_thousandth(monkeypatch):
         monkeypatch.setattr(gpu, name, value)
     with torch.enable_grad():
         yield
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "books.txt"
-    file.write_text(data.books_text(), encoding="utf-8")
-    return file
 
 
 def rehearsed(books, folder, monkeypatch, minutes=60.0, together=9):

@@ -28,13 +28,6 @@ def _a_thousandth(monkeypatch, tmp_path):
         yield
 
 
-@pytest.fixture(scope="module")
-def books(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "books.txt"
-    file.write_text(data.books_text(), encoding="utf-8")
-    return file
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def pocket(request):
     (path,) = (path for path in pocket_models("prose") if path.name == f"prose-{request.param}")

@@ -36,13 +36,6 @@ def _small(monkeypatch, tmp_path):
         yield
 
 
-@pytest.fixture(scope="module")
-def books(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "books.txt"
-    file.write_text(data.books_text(), encoding="utf-8")
-    return file
-
-
 def made(kind, books, folder, monkeypatch, times=(0.0,), minutes=1.0):
     """Raw result of a run whose clock shows `times` and then stands still."""
     ticks = itertools.chain(times, itertools.repeat(times[-1]))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, rms_norm
 
-from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import FULL, Scheme
@@ -115,13 +114,6 @@ def _a_thousandth(monkeypatch, tmp_path):
     monkeypatch.setattr(scoring, "BOOKS", scoring.Settings(passages=3, windows=2, window=32))
     monkeypatch.setattr(plan, "TOKENS_PER_STEP", 512)
     monkeypatch.setattr(run, "BUILD", tmp_path / "build")
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "books.txt"
-    file.write_text(data.books_text(), encoding="utf-8")
-    return file
 
 
 @pytest.mark.usefixtures("_a_thousandth")
