@@ -1,5 +1,6 @@
 """What the shipped linear kernels use of a GPU, compiled without one."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -40,6 +41,8 @@ def launches():
     packed, x = zeros(64, 3072, 4, 32, torch.bfloat16), torch.zeros(8, 3072, dtype=torch.bfloat16)
     yield "gemv 8 tokens", 90, partial(launch_matmul, x, packed, x[0, :64])
     yield "expand", 90, partial(launch_dequantize, packed, torch.bfloat16)
+    many = replace(packed, low=packed.low[:1].expand(512, *packed.low.shape[1:]), shape=(16 * 512, 3072))
+    yield "gemv of many rows", 90, partial(launch_matmul, x[:1], many, None)
     packed, x = zeros(48, 576, 4, 32, torch.float16), torch.zeros(1, 576, dtype=torch.float16)
     yield "gemv odd", 90, partial(launch_matmul, x, packed, None)
 
@@ -75,6 +78,13 @@ def test_a_warp_asks_for_six_chunks_at_once(binaries, capability, bits, passes):
     (loop,) = binaries[f"gemv {capability} {bits}"][0].main_loops
     # 8 warps share 3,072 columns; each product takes 16.
     assert loop["HMMA"] * passes == 3072 // 8 // 16
+
+
+def test_a_block_of_the_next_layer_finds_room_where_all_slots_are_taken(binaries):
+    (binary,) = binaries["gemv of many rows"]
+    assert not binary.spills_in_a_main_loop()
+    # Two blocks of a processor's slots and one more share its 64 K registers.
+    assert 3 * 32 * binary.warps * binary.registers <= 65_536
 
 
 def test_blocks_come_early_from_hopper_on_and_wait_for_the_kernel_before(binaries):

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.attention.online import (
+    count_visible_keys,
     load_rows,
     masked_key_bounds,
     pair_norm,
     to_float16,
     valid_range,
-    visible_key_range,
 )
 from diffquant.kernels.attention.round_operands import (
     TOP_EXPONENT,
@@ -52,8 +52,8 @@ def compute_logit_extremes(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query = tile * BM + tl.arange(0, BM)
-    first, last = visible_key_range(query, T, S - T - start, valid)
-    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
+    visible = count_visible_keys(query, T, S - T - start, valid)
+    outer, stop = masked_key_bounds(visible, valid, BN)
     q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
     q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
     k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
@@ -66,15 +66,13 @@ def compute_logit_extremes(
         k_steps += _key_row(sequence, head // group, heads // group, own, k_maps, S) + start
     high = tl.full([BM], -float("inf"), tl.float32)
     low = tl.full([BM], float("inf"), tl.float32)
+    high, low = _extremes_among(high, low, q, k, k_steps, k_strides[2], 0, outer, visible, valid, False, USE_TMA, D, BN)
     high, low = _extremes_among(
-        high, low, q, k, k_steps, k_strides[2], inner, outer, first, last, valid, False, USE_TMA, D, BN
-    )
-    high, low = _extremes_among(
-        high, low, q, k, k_steps, k_strides[2], outer, stop, first, last, valid, True, USE_TMA, D, BN
+        high, low, q, k, k_steps, k_strides[2], outer, stop, visible, valid, True, USE_TMA, D, BN
     )
     # Rounding is monotonic, so the largest product is also the largest after scaling.
-    tl.store(top + row, tl.where(first < last, high * scale, 0.0), mask=query < T)
-    tl.store(bottom + row, tl.where(first < last, low * scale, 0.0), mask=query < T)
+    tl.store(top + row, tl.where(visible > 0, high * scale, 0.0), mask=query < T)
+    tl.store(bottom + row, tl.where(visible > 0, low * scale, 0.0), mask=query < T)
 
 
 @triton.jit
@@ -93,7 +91,7 @@ def _apply_steps(products, k_steps, n, BN: tl.constexpr):
 
 @triton.jit
 def _extremes_among(
-    high, low, q, k, k_steps, k_stride, begin, stop, first, last, valid,
+    high, low, q, k, k_steps, k_stride, begin, stop, visible, valid,
     MASKED: tl.constexpr, USE_TMA: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     for n in tl.range(begin, stop, BN):
@@ -101,7 +99,7 @@ def _extremes_among(
         logits = _apply_steps(tl.dot(q, rows.T), k_steps, n, BN)
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
-            seen = (key >= first[:, None]) & (key < last[:, None])
+            seen = key < visible[:, None]
             high = tl.maximum(high, tl.max(tl.where(seen, logits, -float("inf")), 1))
             low = tl.minimum(low, tl.min(tl.where(seen, logits, float("inf")), 1))
         else:
@@ -133,8 +131,8 @@ def attend_rounded(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query, value = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
-    first, last = visible_key_range(query, T, S - T - start, valid)
-    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
+    visible = count_visible_keys(query, T, S - T - start, valid)
+    outer, stop = masked_key_bounds(visible, valid, BN)
     at = sequence * out_strides[0] + head * out_strides[1]
     at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
     stored = (query < T)[:, None]
@@ -166,20 +164,20 @@ def attend_rounded(
         total = tl.zeros([BM], tl.float32)
         below = tl.zeros([BM], tl.int32)
         left, right, total, below = _attend_among(
-            left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], inner, outer,
-            first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
+            left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], 0, outer,
+            visible, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
             False, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, USE_TMA, D, DH, HALVES, BN,
         )  # fmt: skip
         left, right, total, below = _attend_among(
             left, right, total, below, q, k, of_keys, values, k_strides[2], v_strides[2], outer, stop,
-            first, last, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
+            visible, valid, factor_of, largest, step, inverse, code, log2e, levels, weight_step,
             True, LOGITS, SHIFT, WEIGHTS, BLOCKS, FULL_SUM, USE_TMA, D, DH, HALVES, BN,
         )  # fmt: skip
         if SHIFT:
             tl.store(clipped + row, below, mask=query < T)
         y = tl.join(left, right).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else left
         # Selected instead of multiplied by 0: weights of a row without visible keys may be infinite.
-        y = tl.where((last > 0)[:, None], y * (1 / tl.where(total == 0, 1.0, total))[:, None], 0.0)
+        y = tl.where((visible > 0)[:, None], y * (1 / tl.where(total == 0, 1.0, total))[:, None], 0.0)
         if own + 1 < MAPS:
             # In fp16 whatever the output's dtype, since bfloat16 would lose precision of the difference.
             tl.store(noise_rows + at, to_float16(y), mask=stored)
@@ -197,7 +195,7 @@ def attend_rounded(
 
 @triton.jit
 def _attend_among(
-    left, right, total, below, q, k, k_steps, values, k_stride, v_stride, begin, stop, first, last, valid, scale,
+    left, right, total, below, q, k, k_steps, values, k_stride, v_stride, begin, stop, visible, valid, scale,
     largest, step, inverse, code, log2e, levels, weight_step,
     MASKED: tl.constexpr, LOGITS: tl.constexpr, SHIFT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr,
     FULL_SUM: tl.constexpr,
@@ -223,7 +221,7 @@ def _attend_among(
         under = logits < floor
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
-            seen = (key >= first[:, None]) & (key < last[:, None])
+            seen = key < visible[:, None]
             p = tl.where(seen, p, 0.0)
             under = under & seen
         if SHIFT:

@@ -13,39 +13,30 @@ from torch import Tensor
 
 
 @triton.jit
-def visible_key_range(query, queries, offset, valid):
-    """Return the range of keys that each query sees, `first` and exclusive `last`; both are 0 if it sees none.
+def count_visible_keys(query, queries, offset, valid):
+    """Return how many keys each query sees.
 
     `query` are indices below `queries`, `offset` is the position of query 0 among the keys, and `valid` is the number
     of valid keys.
     """
     position = query + offset
-    first = tl.zeros_like(query)
-    last = tl.zeros_like(query) + valid
     # A query outside the valid range is itself padding.
     sees = (query < queries) & (position >= 0) & (position < valid)
-    last = tl.minimum(last, position + 1)
-    return tl.where(sees, first, 0), tl.where(sees, last, 0)
+    return tl.where(sees, position + 1, 0)
 
 
 @triton.jit
-def masked_key_bounds(first, last, valid, BN: tl.constexpr):
-    """Split the keys of a tile of rows into a range that needs no mask and one that does.
+def masked_key_bounds(visible, valid, BN: tl.constexpr):
+    """Split the keys of a tile, whose rows see the first `visible` keys each, into unmasked and masked ones.
 
-    Each row sees the keys from `first`, which is always 0, to exclusive `last`. Rows that see no key are ignored, since
-    their results are discarded.
+    Rows that see no key are ignored, since their results are discarded.
 
     Returns:
-        inner, outer: all rows see the keys [inner, outer), without a mask. `inner` is 0, `outer` a multiple of BN.
+        outer: all rows see the keys before this multiple of BN, without a mask.
         stop: only some rows see the keys [outer, stop), which need a mask. No row sees keys from `stop` on.
     """
-    sees = first < last
-    begin = tl.min(tl.where(sees, first, valid)) // BN * BN
-    stop = tl.max(last)
-    inner = tl.cdiv(tl.max(first), BN) * BN
-    inner = tl.minimum(tl.maximum(inner, begin), tl.cdiv(stop, BN) * BN)
-    outer = tl.maximum(tl.min(tl.where(sees, last, valid)) // BN * BN, inner)
-    return inner, outer, stop
+    stop = tl.max(visible)
+    return tl.minimum(tl.min(tl.where(visible > 0, visible, valid)), stop) // BN * BN, stop
 
 
 # Finite lower bound of row maxima: -inf minus -inf would be NaN for rows that have seen no key yet.

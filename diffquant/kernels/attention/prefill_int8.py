@@ -19,13 +19,13 @@ from diffquant.kernels.arguments import Operands, call_refusal, register_operato
 from diffquant.kernels.attention.online import (
     LOWEST,
     allow_descriptors,
+    count_visible_keys,
     load_rows,
     masked_key_bounds,
     pair_norm,
     supports_tma,
     to_float16,
     valid_range,
-    visible_key_range,
 )
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv, swizzle
 from diffquant.kernels.configs import choose_config, make_attention_config
@@ -56,8 +56,8 @@ def attend_int8(
     sequence, head = (pair // heads).to(tl.int64), pair % heads
     kv = pair // heads * (heads // group) + head // group
     start, valid = valid_range(starts, ends, sequence, S)
-    first, last = visible_key_range((tile * BM + tl.arange(0, BM)) // PACK, T, S - T - start, valid)
-    inner, outer, stop = masked_key_bounds(first, last, valid, BN)
+    visible = count_visible_keys((tile * BM + tl.arange(0, BM)) // PACK, T, S - T - start, valid)
+    outer, stop = masked_key_bounds(visible, valid, BN)
     # A wide V is processed in two halves. e4m3 products are added to the accumulator outside the tensor cores, whose
     # additions keep only about 14 bits, and only one half's products fit in registers at a time. On Ampere, products
     # wider than the number of rows would distribute warps over columns.
@@ -86,21 +86,21 @@ def attend_int8(
             q = q8.load([q_row.to(tl.int32), 0])
         else:
             q = tl.load(q8 + (q_row + row)[:, None] * D + tl.arange(0, D)[None, :])
-        row_scale = tl.load(q_scale + q_row + row, mask=last > 0, other=0.0)
+        row_scale = tl.load(q_scale + q_row + row, mask=visible > 0, other=0.0)
         scales = k_scale + (kv * MAPS + own) * (padded // BN)
         top = tl.full([BM], LOWEST, tl.float32)
         total = tl.zeros([BM], tl.float32)
         low = tl.zeros([BM, DH], tl.float32)
         high = tl.zeros([BM, DH], tl.float32)
         low, high, top, total = _attend_keys(
-            q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, inner, outer,
-            first, last, valid, padded, False, D, DV, DH, HALVES, FP8, USE_TMA, PINNED, BM, BN,
+            q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, 0, outer,
+            visible, valid, padded, False, D, DV, DH, HALVES, FP8, USE_TMA, PINNED, BM, BN,
         )  # fmt: skip
         low, high, top, total = _attend_keys(
             q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, outer, stop,
-            first, last, valid, padded, True, D, DV, DH, HALVES, FP8, USE_TMA, PINNED, BM, BN,
+            visible, valid, padded, True, D, DV, DH, HALVES, FP8, USE_TMA, PINNED, BM, BN,
         )  # fmt: skip
-        part = tl.where(last > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)
+        part = tl.where(visible > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)
         y = tl.join(low, high).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else low
         if PACK == 2:
             # Rows alternate between the maps; the second map's rows are subtracted from the first map's.
@@ -128,7 +128,7 @@ def attend_int8(
 @triton.jit
 def _attend_keys(
     q, row_scale, k8, k_row, scales, v, v_at, v_row, v_stride, low, high, top, total, begin, stop,
-    first, last, valid, padded, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DH: tl.constexpr,
+    visible, valid, padded, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DH: tl.constexpr,
     HALVES: tl.constexpr, FP8: tl.constexpr, USE_TMA: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _attend_keys(
         logits = tl.dot(q, k.T).to(tl.float32)
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
-            logits = tl.where((key >= first[:, None]) & (key < last[:, None]), logits * scale[:, None], -float("inf"))
+            logits = tl.where(key < visible[:, None], logits * scale[:, None], -float("inf"))
             risen = tl.maximum(top, tl.max(logits, 1))
             p = tl.exp2(logits - (risen - TOP)[:, None])
         else:

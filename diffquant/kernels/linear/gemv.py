@@ -47,6 +47,9 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     is_dependent = compute_capability(x.device) >= (9, 0)
     slots = multiprocessors(x.device) * tile["blocks"]
     steps, unroll = _steps(chunks, tile, blocks > slots)
+    # Where all slots are taken, as many registers stay free as one of the next kernel's blocks needs to start on a
+    # multiprocessor and load its first words. Groups of 16 would spill for it, others at most three words per step.
+    leaves_room = steps > 0 and weight.group != 16
     y = x.new_empty(tokens, rows)
     _gemv[(min(blocks, slots) if steps else blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
@@ -54,7 +57,7 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         **weight.layout, WARPS=tile["warps"], UNROLL=unroll, STEPS=steps,
         EVEN=chunks % (tile["warps"] * unroll) == 0 and width == chunks * FRAGMENT * codes_per_word(weight.bits),
         DEPENDENT=is_dependent, num_warps=tile["warps"], num_stages=1, enable_fp_fusion=True,
-        maxnreg=registers_per_thread(tile["blocks"], tile["warps"]),
+        maxnreg=registers_per_thread(tile["blocks"] + leaves_room, tile["warps"]),
         **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
     return y
