@@ -63,7 +63,7 @@ def test_warpgroups_go_their_own_ways(binaries, name):
     assert len(binary.main_loops) == 4
     assert binary.barriers == [0] * 4
     for loop in binary.main_loops:
-        assert loop["BAR"] == (2 if name.endswith("-8") else 3)
+        assert loop["BAR"] == 3
         assert "STS" not in loop
         # Only row maxima and sums (of weights, or of weights and clipped logits) cross lanes: two rows of a thread,
         # two exchanges each.

@@ -166,8 +166,8 @@ def _attend_tile(
     full = (new_barriers(1, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     # Both warpgroups read every buffer.
     free = (new_barriers(1, 2), new_barriers(STAGES, 2), new_barriers(STAGES, 2))
+    turns = new_barriers(2, 1)
     # Unused barriers are aliases of used ones instead of being allocated: see `new_barriers`.
-    turns = full[0] if KIND[2] else new_barriers(2, 1)
     waits = new_barriers(1, 1) if KIND[5] == 2 else full[0]
     fence_async_shared()
     q_sources, k_sources, v_source, q_rows, q_columns, k_rows = sources

@@ -2,7 +2,8 @@
 
 In half precision a step starts QK of its block and PV of the block before, and computes its block's weights while PV
 runs. The two warpgroups take turns at starting products, so that one computes weights while the other's products run.
-FlashAttention-3 overlaps in the same way (arXiv 2407.08608, sections 3.1 and 3.2); here mbarriers pass the turns.
+FlashAttention-3 overlaps in the same way (arXiv 2407.08608, sections 3.1 and 3.2); here mbarriers pass the turns. With
+8-bit codes nothing runs behind a warpgroup's own weights: a turn is PV of a block and the start of QK of the next.
 
 Weights are those of an online softmax. Logits are in half precision, from 8-bit codes as in `attend_int8`, or quantized
 by the same sequence of operations as in `attend_rounded`, so that each logit gets the same code.
@@ -41,7 +42,7 @@ def attend_blocks(
             8-bit codes.
         top: initial running maximum of each row.
         done: number of blocks that the warpgroup has processed.
-        own: number of maps that it has processed. It has taken `done + own` turns, one more for each map than for its
+        own: number of maps that it has processed. It has taken `done + own` turns, one more for each map than it has
             blocks.
         KIND: three flags: logits are quantized, logits are shifted, Q and K are 8-bit codes.
         HALF: index of the warpgroup, 0 or 1.
@@ -54,14 +55,16 @@ def attend_blocks(
     total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, LOGITS))
     below = gl.full([64], 0, gl.int32, gl.SliceLayout(1, LOGITS))
     if KIND[2]:
+        _take_turn(turns, done + own, HALF)
         y, top, total = _attend_codes(
-            buffers, full, free, rows, last, y, top, total, done, 0, whole,
+            buffers, full, free, turns, rows, last, y, top, total, done, own, 0, whole, steps,
             False, KIND, HALF, BN, STAGES, LOGITS, VALUES,
         )  # fmt: skip
         y, top, total = _attend_codes(
-            buffers, full, free, rows, last, y, top, total, done, whole, steps,
+            buffers, full, free, turns, rows, last, y, top, total, done, own, whole, steps, steps,
             True, KIND, HALF, BN, STAGES, LOGITS, VALUES,
         )  # fmt: skip
+        _pass_turn(turns, HALF)
     elif steps > 0:
         stage = done % STAGES
         unit = _logit_unit(rows, 0, KIND)
@@ -155,13 +158,14 @@ def _attend_steps(
 
 @gluon.jit
 def _attend_codes(
-    buffers, full, free, rows, last, y, top, total, done, begin, stop,
+    buffers, full, free, turns, rows, last, y, top, total, done, own, begin, stop, steps,
     MASKED: gl.constexpr, KIND: gl.constexpr, HALF: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     LOGITS: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Process key blocks `begin` to `stop` of 8-bit codes; return accumulators, maxima and sums.
 
-    No product is left running, since Triton would keep each of its 8-bit weights in a separate register.
+    A turn computes PV of a block and starts QK of the next; it begins and ends outside this function. No product is
+    left running, since Triton would keep each of its 8-bit weights in a separate register.
     """
     DH: gl.constexpr = y[0].shape[1]
     for step in range(begin, stop):
@@ -169,14 +173,22 @@ def _attend_codes(
         phase = (done + step) // STAGES & 1
         unit = _logit_unit(rows, step, KIND)
         mbarrier.wait(full[1].index(stage), phase)
-        logits = warpgroup_mma_wait(0, deps=[_ask_logits(buffers, stage, HALF, BN, KIND, LOGITS)])
+        logits = _ask_logits(buffers, stage, HALF, BN, KIND, LOGITS)
+        _pass_turn(turns, HALF)
+        logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(free[1].index(stage), count=1)
         p, top, total, _, shrunk = _weigh(
             logits, unit, (0.0, 0.0, 0.0), rows, last, top, total, 0, step, MASKED, KIND, BN, LOGITS
         )
         weights = _as_operand(p, buffers[2].dtype, BN, KIND, VALUES)
         shrunk = gl.convert_layout(shrunk, gl.SliceLayout(1, VALUES))[:, None]
+        # All that the turn reads is waited for before it. A branch for the last block, which has no next, would make
+        # Triton keep each weight in a separate register. It waits for its own keys again, which returns at once: Q is
+        # not free yet, so the next map's keys do not come.
+        following = done + gl.minimum(step + 1, steps - 1)
+        mbarrier.wait(full[1].index(following % STAGES), following // STAGES & 1)
         mbarrier.wait(full[2].index(stage), phase)
+        _take_turn(turns, done + own + step + 1, HALF)
         # Sums over a block's keys are accumulated outside the tensor cores, whose additions keep about 14 bits.
         sums = ()
         for part in gl.static_range(len(y)):
