@@ -3,7 +3,8 @@
 A program has as many rows, of both maps and any heads, as its registers can hold accumulators for; all rows use the
 same keys. A step's latents are loaded once, for logits and for weighted sums. Codes are unpacked to float16 in
 registers and written to shared memory, from which both products read them: as keys for Q·Kᵀ and, transposed, as values
-for P·V.
+for P·V. Rows are the products' rows. With tokens in their place, as warpgroup MMA needs, Triton 3.9 would load latents
+into registers, wait for each product and spill.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
