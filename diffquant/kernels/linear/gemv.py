@@ -42,14 +42,15 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     tokens, width = x.shape
     rows = weight.shape[0]
     blocks, chunks, _ = weight.low.shape
-    tile = choose_config(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
+    device = device_class(x.device)
+    tile = choose_config(TILES, f"gemv/{device}/{weight.bits}")
     # From Hopper on, thread blocks may start while the preceding kernel still runs (programmatic dependent launch).
     is_dependent = compute_capability(x.device) >= (9, 0)
     slots = multiprocessors(x.device) * tile["blocks"]
     steps, unroll = _steps(chunks, tile, blocks > slots)
     # Where all slots are taken, as many registers stay free as one of the next kernel's blocks needs to start on a
-    # multiprocessor and load its first words. Groups of 16 would spill for it, others at most three words per step.
-    leaves_room = steps > 0 and weight.group != 16
+    # multiprocessor and load its first words. For Hopper groups of 16 would spill, others at most three words per step.
+    leaves_room = steps > 0 and weight.group != 16 and device == "sm_90"
     y = x.new_empty(tokens, rows)
     _gemv[(min(blocks, slots) if steps else blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
