@@ -22,9 +22,6 @@ from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.names import first_few, option_name
 from diffquant.support.progress import Progress, report_nothing
 
-# Largest number of tokens per forward pass of a layer.
-_BATCH_TOKENS = 4096
-
 
 def write_importance(
     path: Path | str | Source,
@@ -64,7 +61,7 @@ def write_importance(
     tokenizer = source.tokenizer
     model = load(source, Recipe(), resolve_dtype(dtype, device), device, device_map=places)
     calibration = read_calibration(text, tokenizer, model.config, window, tokens)
-    means = mean_squares(model, calibration.ids.to(model.device), progress=progress)
+    means = mean_squares(model, calibration.ids.to(model.device), progress)
     tokens_read = calibration.ids.numel()
     if wrong := [name for name, values in means.items() if not (values * tokens_read).float().isfinite().all()]:
         raise NonFiniteError(
@@ -82,21 +79,18 @@ def write_importance(
 
 
 @torch.inference_mode()
-def mean_squares(
-    model: CausalModel, ids: Tensor, batch_tokens: int = _BATCH_TOKENS, progress: Progress = report_nothing
-) -> dict[str, Tensor]:
+def mean_squares(model: CausalModel, ids: Tensor, progress: Progress = report_nothing) -> dict[str, Tensor]:
     """Measure the mean square of each input channel of the linear modules in the layers, and of an untied head.
 
     Args:
         ids: token ids [N, T] of N windows.
-        batch_tokens: largest number of tokens per forward pass.
 
     Returns:
         float64 [input channels] by the module's name, such as "model.layers.0.mlp.down_proj" or "lm_head".
     """
     means: dict[str, Tensor] = {}
     runner, glance = model.new_layer_runner(ids.shape[1]), model.new_layer_runner(2)
-    states = [runner.embed(batch) for batch in split_into_batches(ids, batch_tokens)]
+    states = [runner.embed(batch) for batch in split_into_batches(ids)]
     # A run on two tokens shows which modules share an input.
     glimpse = glance.embed(ids[:1, :2])
     for number, layer in enumerate(runner.layers):
