@@ -82,6 +82,7 @@ class Decoder(PreTrainedModel):
         self.ranges: Mapping[str, Tensor] = {}
         # Linears with quantized weights, whose inputs a recipe may round: name here -> name in the checkpoint.
         self.quantized_linears: Mapping[str, str] = {}
+        self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

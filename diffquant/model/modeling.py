@@ -53,7 +53,6 @@ class DiffTransformerModel(Decoder):
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.post_init()
 
     def layer_arguments(
         self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
