@@ -22,7 +22,6 @@ from diffquant.onnx.graph.plan import (
     CACHE_LIMIT,
     ExportPlan,
     Scales,
-    activation_schemes,
     plan_export,
     static_scales,
 )
@@ -232,7 +231,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> list[st
             f"the checkpoint's recipe ({schemes}) is not part of the export; give "
             f"{option_name('kv')} or {option_name('logits')} to include it"
         )
-    if inputs := activation_schemes(plan.source):
+    if inputs := recipe.rounding_texts("activations"):
         notes.append(
             f"ONNX Runtime rounds activations to 8 bits with one scale per block of a weight's columns, absmax / 127, "
             f"in place of the recipe's activations {' or '.join(inputs)}"
