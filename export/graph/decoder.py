@@ -14,7 +14,7 @@ from onnx import FunctionProto, ModelProto, TensorProto, helper
 from diffquant.family.norm import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.model.blocks import Block, Blocks
 from diffquant.onnx.graph.body import BodyKind, contrib_problems, make_function_body
-from diffquant.onnx.graph.linears import Linears
+from diffquant.onnx.graph.linears import FLOAT_KINDS, Linears
 from diffquant.onnx.graph.nodes import Graph, activation_functions, add_rms_norm, inline_functions
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes
 from diffquant.onnx.graph.ops import MATMUL, matmul_function, quantized_attention_function
@@ -27,7 +27,6 @@ PRESENT = "present.{layer}.{part}"
 EMBEDDED = "embedded"
 LAYER_OUTPUT = "layers.{layer}.output"
 
-_KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
 
 
@@ -55,7 +54,7 @@ class Decoder:
         self.config = plan.config
         self.options = plan.options
         self.scales = scales
-        self.graph = Graph(_KINDS[plan.options.dtype])
+        self.graph = Graph(FLOAT_KINDS[plan.options.torch_dtype])
         self.linears = Linears(self.graph, plan.options)
         self.cache_kind = _CACHE_KINDS[plan.options.kv_bits] if scales else self.graph.kind
         self.tokens: TokenInputs
