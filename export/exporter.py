@@ -13,7 +13,6 @@ from diffquant.checkpoints.atomic_folder import check_output, stage_output
 from diffquant.checkpoints.ranges import Ranges, read_ranges, write_ranges
 from diffquant.checkpoints.row_stream import checkpoint_key
 from diffquant.checkpoints.source import Source, open_source
-from diffquant.checkpoints.texts import read_special_tokens
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.onnx.descriptions import packed_bytes, write_descriptions
 from diffquant.onnx.files import RANGES_FILE
@@ -173,7 +172,7 @@ def check_and_plan_export(
     check_runtime(options)
     opened = open_source(source)
     # Raises early if generation_config.json is damaged.
-    read_special_tokens(opened.path, opened.checkpoint.config)
+    opened.check_special_tokens()
     return plan_export(opened, options)
 
 
