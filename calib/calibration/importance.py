@@ -9,14 +9,13 @@ from diffquant.checkpoints.calibration import read_calibration
 from diffquant.checkpoints.corpora import Sources, open_corpora
 from diffquant.checkpoints.gguf import to_gguf_name
 from diffquant.checkpoints.imatrix import Imatrix, read_imatrix, write_imatrix
-from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, NonFiniteError
 from diffquant.model.causal import CausalModel
 from diffquant.model.walk import split_into_batches
 from diffquant.quantization.loading import load
-from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
+from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, iterate_grouped_layers
 from diffquant.recipe import Recipe
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.names import first_few, option_name
@@ -89,17 +88,13 @@ def mean_squares(model: CausalModel, ids: Tensor, progress: Progress = report_no
         float64 [input channels] by the module's name, such as "model.layers.0.mlp.down_proj" or "lm_head".
     """
     means: dict[str, Tensor] = {}
-    runner, glance = model.new_layer_runner(ids.shape[1]), model.new_layer_runner(2)
+    runner = model.new_layer_runner(ids.shape[1])
     states = [runner.embed(batch) for batch in split_into_batches(ids)]
-    # A run on two tokens shows which modules share an input.
-    glimpse = glance.embed(ids[:1, :2])
-    for number, layer in enumerate(runner.layers):
-        with move_to_compute_device(layer):
-            readers, glimpse = group_by_input(glance, layer, glimpse)
-            sums = [torch.zeros((), dtype=torch.float64, device=ids.device)] * len(readers)
-            for place, state in enumerate(states):
-                seen, states[place] = collect_inputs(runner, layer, [names[0] for names in readers], state)
-                sums = [each + _squares(seen[names[0]]) for each, names in zip(sums, readers, strict=True)]
+    for number, (layer, readers) in enumerate(iterate_grouped_layers(model, ids)):
+        sums = [torch.zeros((), dtype=torch.float64, device=ids.device)] * len(readers)
+        for place, state in enumerate(states):
+            seen, states[place] = collect_inputs(runner, layer, [names[0] for names in readers], state)
+            sums = [each + _squares(seen[names[0]]) for each, names in zip(sums, readers, strict=True)]
         for total, names in zip(sums, readers, strict=True):
             means |= dict.fromkeys([f"model.layers.{number}.{name}" for name in names], (total / ids.numel()).cpu())
         progress(number + 1, len(runner.layers), "measuring inputs")
