@@ -46,12 +46,6 @@ class Model:
         """Whether both maps read the same keys, as in V2."""
         return self.value_width == self.width
 
-    @property
-    def parameter_count(self) -> int:
-        """Number of parameters of the matched Transformer, with tied embeddings."""
-        attention = self.hidden * self.width * 2 * (2 * self.pairs + 2 * self.kv_pairs)
-        return self.layers * (attention + 3 * self.hidden * self.inner) + self.vocabulary * self.hidden
-
 
 def _paper(name: str, hidden: int, layers: int, pairs: int, inner: int | None = None) -> Model:
     width = hidden // (2 * pairs)

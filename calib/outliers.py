@@ -18,7 +18,7 @@ from diffquant.checkpoints.texts import load_text, text_digest
 from diffquant.checkpoints.tokens import check_window, encode_windows
 from diffquant.measure.sweep.result import model_names
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import iterate_unmasked_logits, split_into_batches
+from diffquant.model.walk import BATCH_TOKENS, iterate_unmasked_logits, split_into_batches
 from diffquant.quantization.loading import load
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
@@ -35,7 +35,6 @@ def find_outliers(
     dtype: str = "auto",
     device: str = "auto",
     places: OffloadPlan | None = None,
-    batch_tokens: int = 4096,
     progress: Progress = report_nothing,
 ) -> Outliers:
     """Measure the largest and the median magnitudes of each model's attention logits and hidden states.
@@ -48,7 +47,6 @@ def find_outliers(
         dtype: dtype of the models; logits are computed in float32.
         device: device to run on, unless `places` is given.
         places: devices, main memory and disk to spread each model over, or None to use one device.
-        batch_tokens: largest number of tokens per forward pass.
 
     Raises:
         UsageError: a model is given twice, the text is shorter than a window, or there is no such device.
@@ -67,7 +65,7 @@ def find_outliers(
     def measure(name: str, source: Source) -> ModelOutliers:
         model = load(source, None, run_dtype, device, device_map=places)
         ids = encode_windows(model, source.tokenizer, read, window, tokens)
-        magnitudes = measure_magnitudes(model, ids, batch_tokens, progress)
+        magnitudes = measure_magnitudes(model, ids, progress=progress)
         generation = model.config.diff_spec.attention_name
         return ModelOutliers(name, generation, source.fingerprint, ids.numel(), *magnitudes)
 
@@ -84,7 +82,7 @@ def find_outliers(
 
 @torch.inference_mode()
 def measure_magnitudes(
-    model: CausalModel, ids: Tensor, batch_tokens: int = 4096, progress: Progress = report_nothing
+    model: CausalModel, ids: Tensor, batch_tokens: int = BATCH_TOKENS, progress: Progress = report_nothing
 ) -> tuple[list[dict[str, MagnitudeStatistics]], dict[str, MagnitudeStatistics]]:
     """Measure the magnitudes of each layer's attention logits and output, and those of all layers together.
 

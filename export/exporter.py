@@ -13,7 +13,6 @@ from diffquant.checkpoints.atomic_folder import check_output, stage_output
 from diffquant.checkpoints.ranges import Ranges, read_ranges, write_ranges
 from diffquant.checkpoints.row_stream import checkpoint_key
 from diffquant.checkpoints.source import Source, open_source
-from diffquant.checkpoints.texts import read_special_tokens
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.onnx.descriptions import packed_bytes, write_descriptions
 from diffquant.onnx.files import RANGES_FILE
@@ -22,7 +21,6 @@ from diffquant.onnx.graph.plan import (
     CACHE_LIMIT,
     ExportPlan,
     Scales,
-    activation_schemes,
     plan_export,
     static_scales,
 )
@@ -174,7 +172,7 @@ def check_and_plan_export(
     check_runtime(options)
     opened = open_source(source)
     # Raises early if generation_config.json is damaged.
-    read_special_tokens(opened.path, opened.checkpoint.config)
+    opened.check_special_tokens()
     return plan_export(opened, options)
 
 
@@ -232,7 +230,7 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> list[st
             f"the checkpoint's recipe ({schemes}) is not part of the export; give "
             f"{option_name('kv')} or {option_name('logits')} to include it"
         )
-    if inputs := activation_schemes(plan.source):
+    if inputs := recipe.rounding_texts("activations"):
         notes.append(
             f"ONNX Runtime rounds activations to 8 bits with one scale per block of a weight's columns, absmax / 127, "
             f"in place of the recipe's activations {' or '.join(inputs)}"

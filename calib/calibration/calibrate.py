@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from diffquant.calib.calibration.observe import (
-    BATCH_TOKENS,
     Projections,
     flatten_tokens,
     iterate_projections,
@@ -25,7 +24,7 @@ from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import count_visible_logits, iterate_unmasked_logits
+from diffquant.model.walk import BATCH_TOKENS, count_visible_logits, iterate_unmasked_logits
 from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.absmax import max_code
@@ -58,7 +57,7 @@ def measure_range_quality(
     ids: Tensor,
     tensors: Mapping[str, Tensor],
     bits: int,
-    batch_tokens: int,
+    batch_tokens: int = BATCH_TOKENS,
     progress: Progress = report_nothing,
 ) -> list[RangeQuality]:
     """Measure the quantization error of each layer's K, V and logits under calibrated ranges, on held-out windows.
@@ -143,7 +142,6 @@ def calibrate(
     dtype: str = "float32",
     device: str = "auto",
     places: OffloadPlan | None = None,
-    batch_tokens: int = BATCH_TOKENS,
     progress: Progress = report_nothing,
 ) -> tuple[Ranges, list[RangeQuality]]:
     """Calibrate ranges on the first half of a text's windows, and measure their error on the second half.
@@ -158,7 +156,6 @@ def calibrate(
         dtype: dtype of the model.
         device: device to run on, unless `places` is given.
         places: devices, main memory and disk to spread the model over, or None to use one device.
-        batch_tokens: largest number of tokens per forward pass.
 
     Returns:
         The ranges, and their error on the second half by layer and target.
@@ -183,8 +180,8 @@ def calibrate(
             f"the text has only one window of {window} tokens; two are needed: give a longer text or a shorter window"
         )
     observed, held_out = ids.tensor_split([(len(ids) + 1) // 2])
-    tensors = observe_ranges(model, observed, targets, observer, batch_tokens, progress)
-    fits = measure_range_quality(model, held_out, tensors, observer.bits, batch_tokens, progress)
+    tensors = observe_ranges(model, observed, targets, observer, progress)
+    fits = measure_range_quality(model, held_out, tensors, observer.bits, progress=progress)
     return make_ranges(source, model, observed, calibration.digest, observer, tensors), fits
 
 

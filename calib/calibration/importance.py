@@ -9,21 +9,17 @@ from diffquant.checkpoints.calibration import read_calibration
 from diffquant.checkpoints.corpora import Sources, open_corpora
 from diffquant.checkpoints.gguf import to_gguf_name
 from diffquant.checkpoints.imatrix import Imatrix, read_imatrix, write_imatrix
-from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, NonFiniteError
 from diffquant.model.causal import CausalModel
 from diffquant.model.walk import split_into_batches
 from diffquant.quantization.loading import load
-from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
+from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, iterate_grouped_layers
 from diffquant.recipe import Recipe
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.names import first_few, option_name
 from diffquant.support.progress import Progress, report_nothing
-
-# Largest number of tokens per forward pass of a layer.
-_BATCH_TOKENS = 4096
 
 
 def write_importance(
@@ -64,7 +60,7 @@ def write_importance(
     tokenizer = source.tokenizer
     model = load(source, Recipe(), resolve_dtype(dtype, device), device, device_map=places)
     calibration = read_calibration(text, tokenizer, model.config, window, tokens)
-    means = mean_squares(model, calibration.ids.to(model.device), progress=progress)
+    means = mean_squares(model, calibration.ids.to(model.device), progress)
     tokens_read = calibration.ids.numel()
     if wrong := [name for name, values in means.items() if not (values * tokens_read).float().isfinite().all()]:
         raise NonFiniteError(
@@ -82,30 +78,23 @@ def write_importance(
 
 
 @torch.inference_mode()
-def mean_squares(
-    model: CausalModel, ids: Tensor, batch_tokens: int = _BATCH_TOKENS, progress: Progress = report_nothing
-) -> dict[str, Tensor]:
+def mean_squares(model: CausalModel, ids: Tensor, progress: Progress = report_nothing) -> dict[str, Tensor]:
     """Measure the mean square of each input channel of the linear modules in the layers, and of an untied head.
 
     Args:
         ids: token ids [N, T] of N windows.
-        batch_tokens: largest number of tokens per forward pass.
 
     Returns:
         float64 [input channels] by the module's name, such as "model.layers.0.mlp.down_proj" or "lm_head".
     """
     means: dict[str, Tensor] = {}
-    runner, glance = model.new_layer_runner(ids.shape[1]), model.new_layer_runner(2)
-    states = [runner.embed(batch) for batch in split_into_batches(ids, batch_tokens)]
-    # A run on two tokens shows which modules share an input.
-    glimpse = glance.embed(ids[:1, :2])
-    for number, layer in enumerate(runner.layers):
-        with move_to_compute_device(layer):
-            readers, glimpse = group_by_input(glance, layer, glimpse)
-            sums = [torch.zeros((), dtype=torch.float64, device=ids.device)] * len(readers)
-            for place, state in enumerate(states):
-                seen, states[place] = collect_inputs(runner, layer, [names[0] for names in readers], state)
-                sums = [each + _squares(seen[names[0]]) for each, names in zip(sums, readers, strict=True)]
+    runner = model.new_layer_runner(ids.shape[1])
+    states = [runner.embed(batch) for batch in split_into_batches(ids)]
+    for number, (layer, readers) in enumerate(iterate_grouped_layers(model, ids)):
+        sums = [torch.zeros((), dtype=torch.float64, device=ids.device)] * len(readers)
+        for place, state in enumerate(states):
+            seen, states[place] = collect_inputs(runner, layer, [names[0] for names in readers], state)
+            sums = [each + _squares(seen[names[0]]) for each, names in zip(sums, readers, strict=True)]
         for total, names in zip(sums, readers, strict=True):
             means |= dict.fromkeys([f"model.layers.{number}.{name}" for name in names], (total / ids.numel()).cpu())
         progress(number + 1, len(runner.layers), "measuring inputs")

@@ -13,7 +13,7 @@ from diffquant.checkpoints.source import Source
 from diffquant.errors import NonFiniteError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.causal import CausalModel
-from diffquant.model.walk import iterate_unmasked_logits, split_into_batches
+from diffquant.model.walk import BATCH_TOKENS, iterate_unmasked_logits, split_into_batches
 from diffquant.quantization.loading import MODEL_MODULES
 from diffquant.recipe.numbers.absmax import is_finite
 from diffquant.support.installation import result_version_digest, versions
@@ -24,7 +24,9 @@ from diffquant.support.progress import Progress, report_nothing
 Projections = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
 
 
-def iterate_projections(model: CausalModel, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
+def iterate_projections(
+    model: CausalModel, ids: Tensor, batch_tokens: int = BATCH_TOKENS
+) -> Iterator[list[Projections]]:
     """Run a model layer by layer, and yield each layer's queries, keys and values as a list with an entry per batch.
 
     The list is empty for a layer without attention. Only one layer's inputs and projections for all windows are in
@@ -57,17 +59,12 @@ def flatten_tokens(states: Tensor) -> Tensor:
     return states.float().transpose(1, 2).flatten(0, 1)
 
 
-# Largest number of tokens per forward pass of a layer.
-BATCH_TOKENS = 4096
-
-
 @torch.inference_mode()
 def observe_ranges(
     model: CausalModel,
     ids: Tensor,
     targets: Collection[str],
     observer: Observer,
-    batch_tokens: int = BATCH_TOKENS,
     progress: Progress = report_nothing,
 ) -> dict[str, Tensor]:
     """Run a model and return the ranges of its activations, by names such as "layers.0.k".
@@ -77,7 +74,6 @@ def observe_ranges(
         ids: token ids [N, T] of N windows.
         targets: activations to observe: "k", "v", "logits".
         observer: rule that turns magnitudes into ranges.
-        batch_tokens: largest number of tokens per forward pass.
 
     Returns:
         float32 [key heads, key width] for "k", [value heads, value width] for "v", and [query heads] for "logits".
@@ -87,7 +83,7 @@ def observe_ranges(
     """
     layers = model.config.num_hidden_layers
     tensors: dict[str, Tensor] = {}
-    for number, projections in enumerate(iterate_projections(model, ids, batch_tokens)):
+    for number, projections in enumerate(iterate_projections(model, ids)):
         tensors |= compute_layer_ranges(model, number, projections, targets, observer)
         progress(number + 1, layers, "calibrating")
     return tensors

@@ -100,8 +100,7 @@ class Sensitivity:
             return max(self._kl(self._logits(x)), 0.0)
 
     def _logits(self, x: Any) -> Tensor:
-        norm = self.model.model.get_submodule(self.model.model.architecture.final_norm[0])
-        hidden = norm(self._walk.hidden_states(x)).flatten(0, 1)[self.positions]
+        hidden = self._walk.decoder.normalize(self._walk.hidden_states(x)).flatten(0, 1)[self.positions]
         return linear(hidden, self.model.lm_head.weight).float()
 
     def _kl(self, logits: Tensor) -> float:

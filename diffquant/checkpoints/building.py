@@ -41,9 +41,6 @@ class MemoryCheckpoint(Checkpoint):
     def read(self, name: str) -> Tensor:
         return self._parameters[name].detach().cpu()
 
-    def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
-        return self.read(name)[rows]
-
     def weight_files(self) -> list[Path]:
         return []
 

@@ -70,9 +70,6 @@ class FolderCheckpoint(Checkpoint):
         data: Tensor = self._handles[self.tensors[name].shard].get_tensor(self._stored_names.get(name, name))
         return data
 
-    def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
-        return self.read(name)[rows]
-
     def weight_files(self) -> list[Path]:
         return list(self._files.values())
 

@@ -71,9 +71,9 @@ class Checkpoint(ABC):
     def read(self, name: str) -> Tensor:
         """Return a tensor's data, which must not be modified: for a folder it is a view of the mapped file."""
 
-    @abstractmethod
     def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
         """Return `read(name)[rows]` without loading the tensor's other rows."""
+        return self.read(name)[rows]
 
     def read_matrix_rows(self, name: str, first: int, last: int) -> Tensor:
         """Read rows `first` to `last` (exclusive) of a matrix [out, in].

@@ -17,9 +17,10 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.attention import PairAttention
 from diffquant.model.blocks import Blocks
 from diffquant.model.config import ArchitectureConfig
+from diffquant.model.fused_cache import FusedCache
 from diffquant.model.generation_modes import check_cache, explain_step_dependence
 from diffquant.model.graphed_steps import GraphedSteps
-from diffquant.model.reading import CACHE, convert_mask, packed_sequence_mask, resolve_cache
+from diffquant.model.reading import CACHE, compute_positions, convert_mask, packed_sequence_mask, resolve_cache
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
 
@@ -81,6 +82,7 @@ class Decoder(PreTrainedModel):
         self.ranges: Mapping[str, Tensor] = {}
         # Linears with quantized weights, whose inputs a recipe may round: name here -> name in the checkpoint.
         self.quantized_linears: Mapping[str, str] = {}
+        self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -138,7 +140,7 @@ class Decoder(PreTrainedModel):
             held = self.new_cache()
         past = held.get_seq_length() if held is not None else 0
         if graphed_steps is not None and held is not None and not output_hidden_states:
-            replayed = self.run_graphed(graphed_steps, x, attention_mask, position_ids, held)
+            replayed = self._run_graphed(graphed_steps, x, attention_mask, position_ids, held)
             if replayed is not None:
                 return BaseModelOutputWithPast(last_hidden_state=replayed, **{CACHE: held})
         mask = convert_mask(attention_mask, len(x), x.shape[1], past + x.shape[1])
@@ -208,19 +210,30 @@ class Decoder(PreTrainedModel):
         normed: Tensor = self.get_submodule(self.architecture.final_norm[0])(x)
         return normed
 
-    def run_graphed(
+    def _run_graphed(
         self,
-        graphs: GraphedSteps,  # noqa: ARG002
-        x: Tensor,  # noqa: ARG002
-        attention_mask: Tensor | None,  # noqa: ARG002
-        position_ids: Tensor | None,  # noqa: ARG002
-        cache: Cache,  # noqa: ARG002
+        graphs: GraphedSteps,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache,
     ) -> Tensor | None:
         """Compute hidden states [B, T, D] from embedded tokens x [B, T, D] by replaying a CUDA graph.
 
         The other arguments are those of `forward`. None means that it is not possible and that nothing was done.
         """
-        return None
+        if x.shape[1] != 1 or not isinstance(cache, FusedCache):
+            return None
+        if attention_mask is not None and attention_mask.dim() != 2:
+            return None
+        if position_ids is None:
+            valid = None if attention_mask is None else attention_mask.bool()
+            position_ids = compute_positions(valid, cache.get_seq_length(), 1, x.device)
+
+        def step(x: Tensor, positions: Tensor, mask: Mask) -> Tensor:
+            return self.run_layers(x, mask, 0, positions, cache, None)
+
+        return graphs.run(step, cache, x, position_ids, attention_mask)
 
     def new_graphs(self, cache: Cache | None = None, tokens: int = 0) -> GraphedSteps | None:  # noqa: ARG002
         """Return CUDA graphs for a call of `generate`, or None if its steps cannot be recorded.

@@ -53,7 +53,6 @@ class DiffTransformerModel(Decoder):
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.post_init()
 
     def layer_arguments(
         self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
@@ -61,27 +60,6 @@ class DiffTransformerModel(Decoder):
         if position_ids is None:
             position_ids = compute_positions(mask.keys, past, x.shape[1], x.device)
         return [(self.rotary_emb(x, position_ids=position_ids), mask, cache)] * len(self.layers)
-
-    def run_graphed(
-        self,
-        graphs: GraphedSteps,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache,
-    ) -> Tensor | None:
-        if x.shape[1] != 1 or not isinstance(cache, FusedCache):
-            return None
-        if attention_mask is not None and attention_mask.dim() != 2:
-            return None
-        if position_ids is None:
-            valid = None if attention_mask is None else attention_mask.bool()
-            position_ids = compute_positions(valid, cache.get_seq_length(), 1, x.device)
-
-        def step(x: Tensor, positions: Tensor, mask: Mask) -> Tensor:
-            return self.run_layers(x, mask, 0, positions, cache, None)
-
-        return graphs.run(step, cache, x, position_ids, attention_mask)
 
     @property
     def has_fused_cache(self) -> bool:

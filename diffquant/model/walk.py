@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # State passed between layers, such as hidden states.
 State = TypeVar("State")
 
+# Largest number of tokens per forward pass of a layer, unless a caller knows a better one.
+BATCH_TOKENS = 4096
 # Number of logits computed at once, so that blocks fit in a CPU's cache.
 _BLOCK_ENTRIES = 1 << 21
 CAUSAL = Mask()
@@ -109,7 +111,7 @@ def count_visible_logits(heads: int, rows: int, keys: int, window: int | None = 
     return heads * sum(min(count, window or count) for count in seen)
 
 
-def split_into_batches(ids: Tensor, max_tokens: int) -> Sequence[Tensor]:
+def split_into_batches(ids: Tensor, max_tokens: int = BATCH_TOKENS) -> Sequence[Tensor]:
     """Split sequences [N, T] into batches [n, T] of at most `max_tokens` tokens; each has at least one sequence."""
     windows: Sequence[Tensor] = ids.split(max(1, max_tokens // ids.shape[1]))
     return windows

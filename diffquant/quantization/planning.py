@@ -60,7 +60,7 @@ class MemoryPlan(PrintableResult):
     @property
     def _inputs(self) -> str:
         """Text behind the weights' scheme about the inputs of Linears."""
-        inputs = sorted({str(scheme) for scheme in self.recipe.schemes_of("activations") if scheme.quantizes})
+        inputs = self.recipe.rounding_texts("activations")
         return f", activations {' or '.join(inputs)}" if inputs else ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.tokens import max_length
 from diffquant.model.inputs import round_inputs
 from diffquant.model.walk import split_into_batches
-from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, group_by_input
+from diffquant.quantization.roundings.gptq.layer_inputs import collect_inputs, iterate_grouped_layers
 from diffquant.recipe.numbers.sharing import Granularity
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress
@@ -80,12 +80,10 @@ def find_factors(
     window = min(_WINDOW, max_length(config, tokenizer))
     calibration = read_calibration(text, tokenizer, config, window, _TOKENS)
     model = build_model(source, torch.float32)
-    runner, glance = model.new_layer_runner(window), model.new_layer_runner(2)
+    runner = model.new_layer_runner(window)
     states = [runner.embed(batch) for batch in split_into_batches(calibration.ids, _BATCH_TOKENS)]
-    glimpse = glance.embed(calibration.ids[:1, :2])
     factors: dict[str, Tensor] = {}
-    for number, layer in enumerate(runner.layers):
-        groups, glimpse = group_by_input(glance, layer, glimpse)
+    for number, (layer, groups) in enumerate(iterate_grouped_layers(model, calibration.ids)):
         predecessors = {names[0]: before for names in groups if (before := _predecessor(names)) is not None}
         inputs: dict[str, list[Tensor]] = {name: [] for name in predecessors}
         for place, state in enumerate(states):

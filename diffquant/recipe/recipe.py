@@ -245,6 +245,10 @@ class Recipe:
         """Return all schemes of a target other than "weights": the recipe's own and those of overrides."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
+    def rounding_texts(self, target: str) -> list[str]:
+        """Return the schemes of a target other than "weights" that quantize it, as sorted texts; empty if none does."""
+        return sorted({str(scheme) for scheme in self.schemes_of(target) if scheme.quantizes})
+
     @property
     def schemes(self) -> set[Scheme]:
         """All schemes in the recipe."""

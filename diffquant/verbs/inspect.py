@@ -42,7 +42,6 @@ def inspect(model: kinds.PathModel) -> "Inspection | WeightInspection":
 
 
 Memory = Annotated[str | int, kinds.Kind(str, "SIZE")]
-Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
 _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _LEAST = 1000
 
@@ -52,7 +51,7 @@ def plan(
     model: kinds.Model,
     recipe: kinds.RecipeFile | None = None,
     *,
-    context: Context | None = None,
+    context: kinds.Context | None = None,
     batch: kinds.Count = 1,
     memory: Memory | None = None,
 ) -> "MemoryPlan":

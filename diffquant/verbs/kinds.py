@@ -95,11 +95,13 @@ Files = Annotated[PathText | Sequence[PathText], Kind(Path, "FILE", is_repeatabl
 
 Name = Annotated[str, Kind(str, "NAME")]
 Prompt = Annotated[str, Kind(str, "TEXT", accepts_stdin=True)]
+Address = Annotated[str, Kind(str, "ADDRESS")]
 Names = Annotated[str | Sequence[str], Kind(str, "LIST")]
 Numbers = Annotated[str | int | Sequence[int], Kind(str, "LIST")]
 Widths = Annotated[str | int | Sequence[int | str], Kind(str, "LIST")]
 Targets = Annotated[str | Sequence[str], Kind(str, "LIST", former_name="target")]
 Tasks = Annotated[str | Sequence[str], Kind(str, "LIST", former_name="task", list_values=_task_usages)]
+Context = Annotated[int, Kind(int, "TOKENS", least=1)]
 Count = Annotated[int, Kind(int, "NUMBER", least=1)]
 Tokens = Annotated[int, Kind(int, "NUMBER", least=2)]
 # ONNX Runtime starts any requested number of threads, however much memory they take.

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from diffquant.quantization.quantize import QuantizationResult
 
 AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.MODEL]
-Output = Annotated["Path | str", kinds.Kind(Path, "FOLDER", short="-o")]
 DEFAULT_RECIPE = "int4"
 # What each effort rounds by.
 EFFORTS = {"fast": "mse", "balanced": "gptq", "best": "tuned"}
@@ -41,7 +40,7 @@ Keep = Annotated[str | Sequence[str], kinds.Kind(str, "PATTERN", is_repeatable=T
 @check_arguments
 def quantize(
     model: AnyModel,
-    output: Output | None = None,
+    output: kinds.NewFolder | None = None,
     recipe: kinds.RecipeFile | None = None,
     *,
     rounding: Rounding | None = None,

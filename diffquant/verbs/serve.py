@@ -8,18 +8,16 @@ from diffquant.verbs.kinds import check_arguments
 from diffquant.verbs.notes import print_output, say
 
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
-Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 Port = Annotated[int, kinds.Kind(int, "NUMBER", least=1, most=65535)]
-Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
 
 
 @check_arguments
 def serve(
     model: kinds.PathModel,
     *,
-    host: Address = "127.0.0.1",
+    host: kinds.Address = "127.0.0.1",
     port: Port = 8000,
-    context: Context | None = None,
+    context: kinds.Context | None = None,
     cache: kinds.Name = "recipe",
     dtype: kinds.Name | None = None,
     tensor_parallel: kinds.Count = 1,

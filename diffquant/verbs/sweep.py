@@ -18,7 +18,6 @@ Recipes = Annotated[
     kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "FILE", is_repeatable=True, former_name="recipe")
 ]
 Devices = Annotated[str | Sequence[str], kinds.Kind(str, "NAME", former_name="devices")]
-Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 Shard = Annotated[str, kinds.Kind(str, "I/N")]
 
 
@@ -39,7 +38,7 @@ def sweep(
     device_map: kinds.DeviceMap | None = None,
     offload_folder: kinds.Folder | None = None,
     workers: kinds.Count | None = None,
-    ray: Address | None = None,
+    ray: kinds.Address | None = None,
     shard: Shard | None = None,
     on_plan: Callable[[str], None] | None = None,
     progress: Progress | None = None,

@@ -16,11 +16,10 @@ from torch import Tensor
 from diffquant.model.motif3.blocks import ExpertsBlock, PolyMLPBlock, PolySettings
 from diffquant.model.motif3.experts import SUM_EPS
 from diffquant.onnx.graph.decoder import Decoder
-from diffquant.onnx.graph.linears import FLOAT_KINDS, Linears, block_size, container_bits
-from diffquant.onnx.graph.matrix import Matrix, checked_cast
+from diffquant.onnx.graph.linears import Linears
+from diffquant.onnx.graph.matrix import Matrix
 from diffquant.onnx.graph.nodes import EMITTED
 from diffquant.onnx.graph.op import CONTRIB
-from diffquant.onnx.graph.streaming import StreamedTensor
 
 
 def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor, is_transposed: bool) -> str:
@@ -35,17 +34,15 @@ def add_head_matrices(linears: Linears, matrix: Matrix, name: str, rows: Tensor,
         is_transposed: whether each head's matrix is transposed.
     """
     heads, height = rows.shape
-    width, dtype = matrix.shape[1], linears.options.torch_dtype
+    width = matrix.shape[1]
     own = replace(matrix, shape=(rows.numel(), width), order=rows.flatten())
 
-    def make(first: int, last: int) -> Tensor:
-        values = checked_cast(own.read_float32(first * height, last * height), dtype, matrix.stored_name)
-        by_head: Tensor = values.unflatten(0, (-1, height))
+    def read(first: int, last: int) -> Tensor:
+        by_head: Tensor = own.read_float32(first * height, last * height).unflatten(0, (-1, height))
         return by_head.mT if is_transposed else by_head
 
     shape = (heads, width, height) if is_transposed else (heads, height, width)
-    entries = height * width
-    return linears.add_tensor(StreamedTensor(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
+    return linears.add_values(name, shape, matrix, read)
 
 
 def add_expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, number: str) -> str:
@@ -68,15 +65,13 @@ def add_expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, n
 
 def _values(linears: Linears, matrix: Matrix, experts: int) -> str:
     """Add an initializer with all experts' values [experts, out, in], and return its name."""
-    dtype, (rows, width) = linears.options.torch_dtype, matrix.shape
+    rows, width = matrix.shape
     height = rows // experts
 
-    def make(first: int, last: int) -> Tensor:
-        return checked_cast(matrix.read_unquantized(first * height, last * height), dtype, matrix.stored_name)
+    def read(first: int, last: int) -> Tensor:
+        return matrix.read_unquantized(first * height, last * height)
 
-    shape, entries = (experts, height, width), height * width
-    name = f"{matrix.module}.weight"
-    return linears.add_tensor(StreamedTensor(name, FLOAT_KINDS[dtype], shape, entries * dtype.itemsize, entries, make))
+    return linears.add_values(f"{matrix.module}.weight", (experts, height, width), matrix, read)
 
 
 def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: str) -> str:
@@ -87,19 +82,7 @@ def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], num
     codes, scales_name = linears.add_tensor(layout["codes"]), linears.add_tensor(scales)
     first = graph.add("Mul", number, graph.constant(f"expert.height.{out}", np.array(out, np.int64)))
     rows = graph.add("Add", graph.constant(f"expert.rows.{out}", np.arange(out)), first)
-    block = block_size(matrix.scheme, width) or width
-    blocks = graph.add(
-        "GatherBlockQuantized",
-        codes,
-        rows,
-        scales_name,
-        domain=CONTRIB,
-        bits=container_bits(matrix.scheme),
-        block_size=block,
-        gather_axis=0,
-        quantize_axis=2,
-    )
-    return linears.add_block_join(blocks, f"expert.row.{out}.{width}", (out,), width, block)
+    return linears.add_dequantized_rows(matrix, codes, scales_name, rows, f"expert.row.{out}.{width}", (out,))
 
 
 def scale_by(decoder: Decoder, x: str, factor: float, is_float32: bool = False) -> str:

@@ -113,18 +113,14 @@ class Motif3Reference(Reference):
     def _final_norm(self, x: Tensor) -> Tensor:
         return super()._final_norm(self._streams(x).mean(-2))
 
-    def _layer_output(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        layer, past = cast(Motif3Layer, self.model.model.layers[number]), self._reading.past
-        cache = GrowingCache(self.cache, past, [cached])
+    def _output_of_call(self, number: int, x: Tensor, first: int, cache: GrowingCache) -> Tensor:
+        layer = cast(Motif3Layer, self.model.model.layers[number])
         masks = Mask(None), Mask(None, self._decoder.architecture.window)
         reading = Reading(*masks, 0, cast(MixedCache, cache))
-        first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
-        for chunk in x.split(list(self._reading.calls) or x.shape[1], 1):
-            positions = torch.arange(first, first + chunk.shape[1])[None]
-            tables = self._decoder.layer_rotary_tables(positions, chunk)[number]
-            parts.append(layer(self._streams(chunk), tables, reading).flatten(-2))
-            first += chunk.shape[1]
-        return torch.cat(parts, 1), cache.held[0]
+        positions = torch.arange(first, first + x.shape[1])[None]
+        tables = self._decoder.layer_rotary_tables(positions, x)[number]
+        output: Tensor = layer(self._streams(x), tables, reading).flatten(-2)
+        return output
 
     def adapt_random_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # A value is the latent part of the key, padded with zeros.

@@ -145,7 +145,7 @@ def add_norm(decoder: Decoder, x: str, prefix: str, block: LayerNormBlock) -> st
 
 def add_mlp(decoder: Decoder, x: str, prefix: str, block: FusedMLPBlock) -> str:
     """Add a gated MLP whose gate and up projections are one weight, and return its output's name."""
-    gate, value = _halves(decoder, decoder.add_linear(x, f"{prefix}.fc1"), block.inner)
+    gate, value = decoder.graph.split(decoder.add_linear(x, f"{prefix}.fc1"), [block.inner] * 2)
     active = EMITTED[block.activation](decoder.graph, gate, {})
     return decoder.add_linear(decoder.graph.add("Mul", value, active), f"{prefix}.fc2")
 
@@ -184,7 +184,7 @@ def add_mamba(decoder: Decoder, x: str, prefix: str, block: MambaBlock) -> str:
     graph, layer, opset = decoder.graph, decoder.layer, decoder.options.opset
     decoder.add_function(causal_convolution_function(block.kernel_size, opset))
     decoder.add_function(selective_scan_function(opset))
-    u, gate = _halves(decoder, decoder.add_linear(x, f"{prefix}.in_proj"), block.inner)
+    u, gate = graph.split(decoder.add_linear(x, f"{prefix}.in_proj"), [block.inner] * 2)
     inputs = _silu(decoder, _convolve(decoder, u, prefix, block))
     widths = [block.rank, block.states, block.states]
     low, into, out_of = (f"layers.{layer}.{name}" for name in ("step_low", "into", "out_of"))
@@ -255,9 +255,3 @@ def _state(decoder: Decoder, state: str, kind: int, shape: Shape) -> tuple[str, 
 
 def _silu(decoder: Decoder, x: str) -> str:
     return EMITTED["silu"](decoder.graph, x, {})
-
-
-def _halves(decoder: Decoder, x: str, width: int) -> tuple[str, str]:
-    first, second = decoder.graph.unused_name("Half"), decoder.graph.unused_name("Half")
-    decoder.graph.split(x, [width, width], [first, second])
-    return first, second

@@ -129,11 +129,11 @@ def plan_gguf(
     if factors is not None:
         vectors[FACTORS] = torch.from_numpy(factors)
     simulated = [
-        f"{target} {' or '.join(texts)}" for target in LAYER_TARGETS if (texts := _rounded_schemes(source, target))
+        f"{target} {' or '.join(texts)}" for target in LAYER_TARGETS if (texts := source.recipe.rounding_texts(target))
     ]
     if simulated:
         notes.append(f"a GGUF file cannot store the recipe's {', '.join(simulated)}, which only diffquant applies")
-    if inputs := _rounded_schemes(source, "activations"):
+    if inputs := source.recipe.rounding_texts("activations"):
         notes.append(
             f"llama.cpp rounds activations by its own rules, to 8 bits in blocks, in place of {' or '.join(inputs)}"
         )
@@ -195,10 +195,6 @@ def _main_type(matrices: Mapping[str, Matrix], kinds: Mapping[str, GGMLQuantizat
     for name, matrix in matrices.items():
         weights[kinds[name].name] += matrix.elements
     return weights.most_common(1)[0][0]
-
-
-def _rounded_schemes(source: Source, target: str) -> list[str]:
-    return sorted(str(scheme) for scheme in source.recipe.schemes_of(target) if scheme.quantizes)
 
 
 def _add_origin(writer: GGUFWriter, source: Source, main_type: str) -> None:

@@ -3,18 +3,18 @@
 Methods that add nodes return the name of the value that they compute.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
-from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import FunctionProto, ModelProto, TensorProto, helper
 
 from diffquant.family.norm import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.model.blocks import Block, Blocks
 from diffquant.onnx.graph.body import BodyKind, contrib_problems, make_function_body
-from diffquant.onnx.graph.linears import Linears
+from diffquant.onnx.graph.linears import FLOAT_KINDS, Linears
 from diffquant.onnx.graph.nodes import Graph, activation_functions, add_rms_norm, inline_functions
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes
 from diffquant.onnx.graph.ops import MATMUL, matmul_function, quantized_attention_function
@@ -27,7 +27,6 @@ PRESENT = "present.{layer}.{part}"
 EMBEDDED = "embedded"
 LAYER_OUTPUT = "layers.{layer}.output"
 
-_KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
 
 
@@ -55,7 +54,7 @@ class Decoder:
         self.config = plan.config
         self.options = plan.options
         self.scales = scales
-        self.graph = Graph(_KINDS[plan.options.dtype])
+        self.graph = Graph(FLOAT_KINDS[plan.options.torch_dtype])
         self.linears = Linears(self.graph, plan.options)
         self.cache_kind = _CACHE_KINDS[plan.options.kv_bits] if scales else self.graph.kind
         self.tokens: TokenInputs
@@ -91,7 +90,7 @@ class Decoder:
         """Return the finished ONNX model; `initializers` are the tensors of the data file, by name."""
         own = activation_functions(self.config.hidden_act, self.options.opset) + list(self._functions.values())
         if self.spec.maps == 2:
-            own.append(attention_function(self.plan, self.graph.nodes, self.attention_attributes()))
+            own.append(self._attention_function())
         elif self.scales:
             own.append(quantized_attention_function(self.options.opset, self.options.kv_bits, self.spec.rope != "none"))
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
@@ -158,6 +157,19 @@ class Decoder:
             logit_shift=int(options.logits.has_transform("shift")),
             signals_per_noise=spec.signals_per_noise,
         )
+
+    def _attention_function(self) -> FunctionProto:
+        """Return the function body of the attention op, which all attention nodes share; only their windows differ."""
+        spec, options = self.spec, self.options
+        attentions = [node for node in self.graph.nodes if (node.domain, node.op_type) == (DOMAIN, NAME)]
+        # -1 if no node has a window.
+        windows = (each.i for node in attentions for each in node.attribute if each.name == "local_window_size")
+        attributes = replace(self.attention_attributes(), local_window_size=max(windows, default=-1))
+        # Standard ops if GroupQueryAttention cannot compute it (quantized logits, unsupported widths).
+        kind: BodyKind = "pure" if contrib_problems(attributes, spec.head_dim) else "contrib"
+        present = {"signal_gate": spec.lam == "two-gates", "output_gate": spec.output_gate}
+        gates = [name for name in GATES if present[name]]
+        return make_function_body(kind, attributes, spec.head_dim, options.opset, options.cache, gates)
 
     def add_signal_gate_and_lam(self, x: str, prefix: str) -> tuple[str, str]:
         """Add the signal map's gate and λ, and return both names; the gate's is "" if the model has no gate.
@@ -256,30 +268,3 @@ class Decoder:
             return []
         names = (f"layers.{self.layer}.k_scale", f"layers.{self.layer}.v_scale")
         return [self.graph.constant(n, value) for n, value in zip(names, self.scales[self.layer], strict=True)]
-
-
-def attention_function(plan: ExportPlan, nodes: Sequence[NodeProto], attributes: AttentionAttributes) -> FunctionProto:
-    """Return the function body of the attention op, which all attention nodes share.
-
-    Args:
-        nodes: all nodes of the graph.
-        attributes: attributes of the attention nodes; only their windows may differ.
-    """
-    attentions = [node for node in nodes if (node.domain, node.op_type) == (DOMAIN, NAME)]
-    windows = sorted({window for node in attentions if (window := _window(node)) > 0})
-    return _function(plan, replace(attributes, local_window_size=max(windows, default=-1)))
-
-
-def _function(plan: ExportPlan, attributes: AttentionAttributes) -> FunctionProto:
-    spec, options = plan.spec, plan.options
-    # Standard ops if GroupQueryAttention cannot compute it (quantized logits, unsupported widths).
-    kind: BodyKind = "pure" if contrib_problems(attributes, spec.head_dim) else "contrib"
-    present = {"signal_gate": spec.lam == "two-gates", "output_gate": spec.output_gate}
-    gates = [name for name in GATES if present[name]]
-    return make_function_body(kind, attributes, spec.head_dim, options.opset, options.cache, gates)
-
-
-def _window(node: NodeProto) -> int:
-    """Return the window of an attention node; -1 if it has none."""
-    window: int = next(each.i for each in node.attribute if each.name == "local_window_size")
-    return window

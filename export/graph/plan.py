@@ -279,19 +279,15 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     return problems
 
 
-def activation_schemes(source: Source) -> list[str]:
-    """Return the schemes, as texts, with which a checkpoint's recipe quantizes activations; empty if it does not."""
-    return sorted({str(scheme) for scheme in source.recipe.schemes_of("activations") if scheme.quantizes})
-
-
 def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str]:
-    others = [scheme for scheme in activation_schemes(source) if not scheme.startswith("8")]
+    schemes = source.recipe.rounding_texts("activations")
+    others = [scheme for scheme in schemes if not scheme.startswith("8")]
     if others:
         yield (
             f"its recipe rounds activations to {' and '.join(others)}, and ONNX Runtime multiplies codes with "
             "activations of 8 bits: quantize without activations, or with 8"
         )
-    elif activation_schemes(source) and options.accuracy_level == 1:
+    elif schemes and options.accuracy_level == 1:
         yield f"its recipe rounds activations to 8 bits: leave out {option_name('accuracy_level', 1)}, which does not"
 
 

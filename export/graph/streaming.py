@@ -1,6 +1,6 @@
 """External data: one file next to model.onnx with all large tensors, written a few rows at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from diffquant.checkpoints.row_stream import BLOCK_ELEMENTS, map_in_order, open_workers
+from diffquant.checkpoints.row_stream import map_in_order, open_workers, row_blocks
 from diffquant.onnx.files import DATA_FILE
 from diffquant.support.files import PreallocatedFile
 from diffquant.support.progress import Progress
@@ -47,11 +47,6 @@ class StreamedTensor:
     def nbytes(self) -> int:
         return self.shape[0] * self.row_bytes
 
-    def row_ranges(self) -> Iterator[tuple[int, int]]:
-        """Return the ranges of rows to compute at a time, as tuples (first, last) for the rows first to last - 1."""
-        rows = max(1, BLOCK_ELEMENTS // max(1, self.width))
-        return ((first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows))
-
 
 def assign_offsets(tensors: Sequence[StreamedTensor], data_name: str = DATA_FILE) -> tuple[dict[str, TensorProto], int]:
     """Assign tensors to offsets in the data file; return their initializers by name, and the file's size in bytes."""
@@ -77,7 +72,9 @@ def write_data_file(path: Path, tensors: Sequence[StreamedTensor], progress: Pro
             return tensor.name, data.nbytes
 
         offsets = {name: _entry(proto, "offset") for name, proto in placed.items()}
-        tasks = ((tensor, first, last) for tensor in tensors for first, last in tensor.row_ranges())
+        tasks = (
+            (tensor, first, last) for tensor in tensors for first, last in row_blocks(tensor.shape[0], tensor.width)
+        )
         for name, written in map_in_order(pool, work, tasks):
             done += written
             progress(done, total, name)

@@ -33,7 +33,7 @@ from diffquant.onnx.verification.passages import (
     run_far_tokens,
 )
 from diffquant.onnx.verification.reference import Reference
-from diffquant.onnx.verification.report import Measure, RouteErrors, Verification, measure_stages, worst_measure
+from diffquant.onnx.verification.report import MARGIN, Measure, RouteErrors, Verification, measure_stages, worst_measure
 from diffquant.onnx.verification.routes import (
     IN_PLACE,
     PREFILL,
@@ -55,8 +55,6 @@ from diffquant.support.progress import Progress
 # Opening a session raises the runtime's own exception types.
 _RUNTIME_ERRORS = (GraphError, runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
 
-# Limit of an error, as a multiple of the error that rounding alone causes in the reference.
-MARGIN = 4.0
 # Work of the long-context route, and of measuring rounding, in units of any other route: from SmolLM2's CPU seconds.
 _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
@@ -194,9 +192,7 @@ class Comparison:
             return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
 
         def route(name: str, errors: StageErrors, runs: Sequence[Run]) -> RouteErrors:
-            found = measure_stages(
-                errors, noise.median_error_bounds([run.first for run in runs]), noise.largest, MARGIN
-            )
+            found = measure_stages(errors, noise.median_error_bounds([run.first for run in runs]), noise.largest)
             return RouteErrors(session.name, name, *found, *logits_errors(runs))
 
         yield route(PREFILL, errors, read)
@@ -240,7 +236,7 @@ class Comparison:
             noise = self._far_noises[number]
             # The passages have many more positions, so flips are likelier among them.
             largest_noise = max(noise.largest, usual.largest)
-            found.append(measure_stages(errors, noise.flipped.quantile(0.9), largest_noise, MARGIN))
+            found.append(measure_stages(errors, noise.flipped.quantile(0.9), largest_noise))
         typical, largest = (tuple(map(worst_measure, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
         return RouteErrors(session.name, LONG_CONTEXT, typical, largest, None, None)
 

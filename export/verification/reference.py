@@ -199,14 +199,19 @@ class Reference(ExportedWeights):
 
     def _layer_output(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run a layer on hidden states [B, T, D] behind cached keys and values; return its output and the new cache."""
-        layer = cast(DiffLayer, self.model.model.layers[number])
         calls, past = self._reading.calls, self._reading.past
         cache = GrowingCache(self.cache, past, [cached])
         first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
         for chunk in x.split(list(calls) or x.shape[1], 1):
-            parts.append(layer(chunk, self._rotary(chunk, first), Mask(None), cache))
+            parts.append(self._output_of_call(number, chunk, first, cache))
             first += chunk.shape[1]
         return torch.cat(parts, 1), cache.held[0]
+
+    def _output_of_call(self, number: int, x: Tensor, first: int, cache: GrowingCache) -> Tensor:
+        """Run a layer on a call's hidden states [B, T, D], whose first position is `first`."""
+        layer = cast(DiffLayer, self.model.model.layers[number])
+        output: Tensor = layer(x, self._rotary(x, first), Mask(None), cache)
+        return output
 
     def adapt_random_cache(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return random cached keys and values, changed if the model's values depend on its keys.

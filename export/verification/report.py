@@ -216,21 +216,24 @@ class Verification(PrintableResult):
         return f"layer {self.cache_layer}: {cache.value:.3g}x the error of fitted scales (limit {cache.limit:g}x)"
 
 
+# Limit of an error, as a multiple of the error that rounding alone causes in the reference.
+MARGIN = 4.0
+
+
 def measure_stages(
-    errors: StageErrors, typical: Sequence[float], largest: float, margin: float
+    errors: StageErrors, typical: Sequence[float], largest: float
 ) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
-    """Return the stages' median and largest errors, each with `margin` times the noise as its limit.
+    """Return the stages' median and largest errors, each with `MARGIN` times the noise as its limit.
 
     Args:
         errors: errors at some positions.
         typical: for each stage, the noise to compare its median error with.
         largest: noise to compare the largest error of every stage with.
-        margin: factor between noise and limit.
     """
     medians = zip(errors.quantile(0.5), typical, strict=True)
     return (
-        tuple(Measure(value, margin * limit) for value, limit in medians),
-        tuple(Measure(value, margin * largest) for value in errors.largest),
+        tuple(Measure(value, MARGIN * limit) for value, limit in medians),
+        tuple(Measure(value, MARGIN * largest) for value in errors.largest),
     )
 
 

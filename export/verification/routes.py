@@ -139,7 +139,7 @@ def iterate_routes(model: OnnxModel, shares_prefixes: bool = True) -> Iterator[t
     # "padded batch" and "batch decode" share one run: the first is its prefill, the second continues it.
     decoded: list[Run] = []
     is_one = shares_prefixes and model.cache is not None
-    yield "padded batch", partial(_run_padded_before, decoded) if is_one else _run_padded
+    yield "padded batch", partial(_run_padded_before, decoded) if is_one else partial(_run_padded_then_decode, most=0)
     if model.cache is not None:
         yield "chunked prefill", _run_in_chunks
         yield "decode", _run_decode
@@ -203,16 +203,6 @@ def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int], outputs: t
     return Run(states, tuple(lengths), lengths[0] if len(lengths) > 1 else 0)
 
 
-def _run_padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
-    padded, mask, firsts = _pad_both_ways(passages)
-    states, _ = model.run(padded, mask, model.allocate_cache(len(passages)), outputs)
-    lengths = [ids.shape[1] for ids in passages]
-    return [
-        Run(_of_sequence(states, i, first, length), (length,))
-        for i, (first, length) in enumerate(zip(firsts, lengths, strict=True))
-    ]
-
-
 def _run_padded_before(
     decoded: list[Run], model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]
 ) -> list[Run]:
@@ -221,9 +211,15 @@ def _run_padded_before(
     return [Run([values[:, : run.calls[0]] for values in run.states], run.calls[:1]) for run in decoded]
 
 
-def _run_padded_then_decode(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
-    """Prefill a padded batch without the last tokens of each passage, then decode these for all passages together."""
-    steps = min(_DECODED_TOGETHER, min(ids.shape[1] for ids in passages) - 1)
+def _run_padded_then_decode(
+    model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...], most: int = _DECODED_TOGETHER
+) -> list[Run]:
+    """Prefill a padded batch without the last tokens of each passage, then decode these for all passages together.
+
+    Args:
+        most: number of these tokens, if each passage has as many besides its first.
+    """
+    steps = min(most, min(ids.shape[1] for ids in passages) - 1)
     read = [ids[:, : ids.shape[1] - steps] for ids in passages]
     padded, mask, firsts = _pad_both_ways(read)
     states, cache = model.run(padded, mask, model.allocate_cache(len(passages)), outputs)

@@ -234,7 +234,7 @@ def test_a_matrix_in_many_blocks_of_rows_is_the_same_in_the_file_and_no_block_is
 
     widest = SIZES["intermediate_size"]
     monkeypatch.setattr(streaming.PreallocatedFile, "put", watched)
-    monkeypatch.setattr(streaming, "BLOCK_ELEMENTS", widest)
+    monkeypatch.setattr("diffquant.checkpoints.row_stream.BLOCK_ELEMENTS", widest)
     blocks = export_to(tmp_path / "blocks", checkpoint)
     assert (blocks / DATA_FILE).read_bytes() == (whole / DATA_FILE).read_bytes()
     assert len(sizes) > 100

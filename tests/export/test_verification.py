@@ -192,7 +192,7 @@ def test_of_few_passages_and_of_calls_far_away_flipped_codes_are_typical():
     rounded, flipped, many = np.random.default_rng(0).lognormal(size=(3, 4, 41))
     noise = StageNoise(errors_of(*rounded), errors_of(*flipped), errors_of(*many))
     assert noise.median_error_bounds([0] * 4) == pytest.approx([np.quantile(flipped, 0.9)], rel=1e-9)
-    (typical,), (largest,) = measure_stages(errors_of(*rounded), noise.median_error_bounds([0] * 4), noise.largest, 4.0)
+    (typical,), (largest,) = measure_stages(errors_of(*rounded), noise.median_error_bounds([0] * 4), noise.largest)
     assert typical.limit == pytest.approx(4 * np.quantile(flipped, 0.9))
     assert largest.limit == pytest.approx(4 * many.max())
     assert (typical.value, largest.value) == pytest.approx((np.median(rounded), rounded.max()))

@@ -278,41 +278,37 @@ class LayoutChecker:
         if self.problems:
             raise CheckpointError(f"{self._stored.path} does not match {method}'s layout: {first_few(self.problems)}")
 
+    def modules_with(self, suffix: str) -> list[str]:
+        """List the modules that have a tensor with this suffix, in the folder's order."""
+        return [name.removesuffix(suffix) for name in self._stored.tensors if name.endswith(suffix)]
 
-def list_modules_with(stored: Checkpoint, suffix: str) -> list[str]:
-    """List the modules that have a tensor with this suffix, in the folder's order."""
-    return [name.removesuffix(suffix) for name in stored.tensors if name.endswith(suffix)]
+    def read_bits(self, entry: Mapping[str, Any], allowed: range) -> int:
+        """Return the `bits` of quantization_config; if they are not allowed, add a problem and return `allowed[0]`."""
+        value = entry.get("bits")
+        if type(value) is int and value in allowed:
+            return value
+        self.problems.append(f"bits of quantization_config is {value!r}, expected {allowed[0]} to {allowed[-1]}")
+        return allowed[0]
 
+    def read_group_size(self, entry: Mapping[str, Any]) -> int:
+        """Return the `group_size` of quantization_config; -1 means that all inputs share a scale.
 
-def read_count(entry: Mapping[str, Any], key: str, allowed: range, problems: list[str]) -> int:
-    """Return a whole number of quantization_config; if it is not allowed, add a problem and return `allowed[0]`."""
-    value = entry.get(key)
-    if type(value) is int and value in allowed:
-        return value
-    problems.append(f"{key} of quantization_config is {value!r}, expected {allowed[0]} to {allowed[-1]}")
-    return allowed[0]
+        If it is invalid, add a problem and return -1.
+        """
+        size = entry.get("group_size", -1)
+        if type(size) is int and (size == -1 or size > 0):
+            return size
+        self.problems.append(f"group_size of quantization_config is {size!r}, expected a size, or -1 for one group")
+        return -1
 
+    def check_settings(self, entry: Mapping[str, Any], read: Mapping[str, tuple[Any, ...]]) -> None:
+        """Add a problem for each setting of quantization_config whose value is not supported.
 
-def read_group_size(entry: Mapping[str, Any], problems: list[str]) -> int:
-    """Return the `group_size` of quantization_config; -1 means that all inputs share a scale.
-
-    If it is invalid, add a problem and return -1.
-    """
-    size = entry.get("group_size", -1)
-    if type(size) is int and (size == -1 or size > 0):
-        return size
-    problems.append(f"group_size of quantization_config is {size!r}, expected a size, or -1 for one group")
-    return -1
-
-
-def check_settings(entry: Mapping[str, Any], read: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
-    """Add a problem for each setting of quantization_config whose value is not supported.
-
-    Args:
-        read: supported values by setting.
-    """
-    problems += [
-        f"{key} of quantization_config is {entry[key]!r}, expected {' or '.join(map(repr, values))}"
-        for key, values in read.items()
-        if entry.get(key) is not None and entry[key] not in values
-    ]
+        Args:
+            read: supported values by setting.
+        """
+        self.problems += [
+            f"{key} of quantization_config is {entry[key]!r}, expected {' or '.join(map(repr, values))}"
+            for key, values in read.items()
+            if entry.get(key) is not None and entry[key] not in values
+        ]

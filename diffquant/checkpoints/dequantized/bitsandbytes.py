@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.dequantized.base import (
-    EncodedMatrix,
-    LayoutChecker,
-    QuantizedMatrices,
-    list_modules_with,
-    register,
-)
+from diffquant.checkpoints.dequantized.base import EncodedMatrix, LayoutChecker, QuantizedMatrices, register
 from diffquant.checkpoints.dequantized.floats import model_dtype
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.support.devices import DTYPES
@@ -47,10 +41,10 @@ def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Quantize
     matrices: dict[str, EncodedMatrix | None] = {}
     kinds: list[str] = []
     for kind in _KINDS:
-        for module in list_modules_with(stored, _STATE + kind):
+        for module in parts.modules_with(_STATE + kind):
             kinds.append(kind)
             matrices[f"{module}.weight"] = _read_four_bits(stored, parts, module, kind)
-    for module in list_modules_with(stored, ".SCB"):
+    for module in parts.modules_with(".SCB"):
         kinds.append("int8")
         matrices[f"{module}.weight"] = _read_int8(stored, parts, module)
     integers = (torch.uint8, torch.int8)

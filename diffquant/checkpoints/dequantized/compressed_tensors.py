@@ -25,13 +25,7 @@ from diffquant.checkpoints.compressed_config import (
 )
 from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
-from diffquant.checkpoints.dequantized.base import (
-    EncodedMatrix,
-    LayoutChecker,
-    QuantizedMatrices,
-    list_modules_with,
-    register,
-)
+from diffquant.checkpoints.dequantized.base import EncodedMatrix, LayoutChecker, QuantizedMatrices, register
 from diffquant.checkpoints.dequantized.floats import find_unscaled, make_scale_picker, model_dtype, read_float_matrix
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError
@@ -85,7 +79,7 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Qua
     }
     kinds: list[str] = []
     matrices: dict[str, EncodedMatrix] = {}
-    for module, weights in pick_targets(list_modules_with(stored, SCALE), targets).items():
+    for module, weights in pick_targets(parts.modules_with(SCALE), targets).items():
         if weights is None:
             parts.problems.append(f"no group of quantization_config covers {module}")
         elif read := _read_matrix(stored, parts, module, weights):

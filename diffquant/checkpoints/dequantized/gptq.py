@@ -20,16 +20,7 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.compressed_targets import match_modules
-from diffquant.checkpoints.dequantized.base import (
-    EncodedMatrix,
-    LayoutChecker,
-    QuantizedMatrices,
-    check_settings,
-    list_modules_with,
-    read_count,
-    read_group_size,
-    register,
-)
+from diffquant.checkpoints.dequantized.base import EncodedMatrix, LayoutChecker, QuantizedMatrices, register
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.recipe.numbers.packing import packed_words, unpack
 
@@ -46,7 +37,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices
     parts = LayoutChecker(stored)
     # Libraries write either key.
     formats = {key: tuple(_VERSIONS) for key in ("checkpoint_format", "format")}
-    check_settings(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)}, parts.problems)
+    parts.check_settings(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)})
     if not isinstance(entry.get("dynamic") or {}, Mapping):
         parts.problems.append("dynamic of quantization_config is not a mapping from expressions to settings")
     _bits_and_size(entry, parts)
@@ -54,7 +45,7 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices
     offset = _VERSIONS[entry.get("checkpoint_format") or entry.get("format") or "gptq"]
     matrices: dict[str, EncodedMatrix] = {}
     kinds: list[str] = []
-    for module, own in _settings(entry, list_modules_with(stored, ".qweight")).items():
+    for module, own in _settings(entry, parts.modules_with(".qweight")).items():
         bits, size = _bits_and_size(own, parts)
         if matrix := _read_gptq_matrix(stored, parts, module, bits, size, offset):
             matrices[f"{module}.weight"] = matrix
@@ -85,7 +76,7 @@ def _settings(entry: Mapping[str, Any], modules: list[str]) -> dict[str, Mapping
 
 
 def _bits_and_size(entry: Mapping[str, Any], parts: LayoutChecker) -> tuple[int, int]:
-    return read_count(entry, "bits", range(2, 9), parts.problems), read_group_size(entry, parts.problems)
+    return parts.read_bits(entry, range(2, 9)), parts.read_group_size(entry)
 
 
 def _read_gptq_matrix(
@@ -167,16 +158,16 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     Source: AutoAWQ 0.2.9, utils/packing_utils.py.
     """
     parts = LayoutChecker(stored)
-    read_count(entry, "bits", range(_AWQ_BITS, _AWQ_BITS + 1), parts.problems)
+    parts.read_bits(entry, range(_AWQ_BITS, _AWQ_BITS + 1))
     # Newer versions of transformers call the version "format".
-    check_settings(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")), parts.problems)
+    parts.check_settings(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")))
     if entry.get("backend") == "llm-awq":
         parts.problems.append("backend of quantization_config is 'llm-awq', whose words have another order")
-    size = read_group_size(entry, parts.problems)
+    size = parts.read_group_size(entry)
     parts.require_valid("awq")
     matrices = {
         f"{module}.weight": matrix
-        for module in list_modules_with(stored, ".qweight")
+        for module in parts.modules_with(".qweight")
         if (matrix := _read_awq_matrix(stored, parts, module, size))
     }
     parts.require_valid("awq")

@@ -1,6 +1,7 @@
 """Attention over latent keys and values. In Motif-3 it has 16 groups of four signal heads and one noise head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +60,7 @@ class LatentAttention(PairAttention):
         q = self.compute_queries(query_latent, rotary)
         mask = reading.mask(self.block.window)
         if self.key_rotation is not None:
-            q = torch.cat(
-                [
-                    q[..., : self.block.unrotated_width],
-                    rotate_by(q[..., self.block.unrotated_width :], self.key_rotation),
-                ],
-                -1,
-            )
+            q = self.change_rotated(q, partial(rotate_by, matrix=self.key_rotation))
             turned = rotate_by(turned, self.key_rotation)
         lam = project_sigmoids(x, self.lambda_proj)
         y = None
@@ -100,13 +95,12 @@ class LatentAttention(PairAttention):
     def compute_queries(self, query_latent: Tensor, rotary: Rotary) -> Tensor:
         """Compute queries [B, query heads, T, d] from query latents, signal heads before noise heads."""
         q = self.layout.view_queries(self.wq_b(query_latent))
-        return torch.cat(
-            [
-                q[..., : self.block.unrotated_width],
-                apply_rotary_embedding(q[..., self.block.unrotated_width :], rotary, self.spec.rope),
-            ],
-            -1,
-        )
+        return self.change_rotated(q, lambda x: apply_rotary_embedding(x, rotary, self.spec.rope))
+
+    def change_rotated(self, q: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Replace the rotated channels of queries [B, query heads, T, d], each head's last, by a function's result."""
+        plain, rotated = q.split([self.block.unrotated_width, self.block.rope], -1)
+        return torch.cat([plain, change(rotated)], -1)
 
     def expand_latents(self, rotated_keys: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys [B, h_kv, S, d] and values [B, h_kv, S, dv].

@@ -142,10 +142,6 @@ class Motif3Model(Decoder):
     architecture: Motif3Architecture
     norm: nn.Module
 
-    def __init__(self, config: ArchitectureConfig) -> None:
-        super().__init__(config)
-        self.post_init()
-
     def layer_arguments(
         self, x: Tensor, mask: Mask, past: int, position_ids: Tensor | None, cache: Cache | None
     ) -> Sequence[tuple[Any, ...]]:

@@ -20,6 +20,7 @@ from diffquant.model.blocks import (
     cached_shapes,
     lam_and_norm_parameters,
     linear_parameters,
+    prefix_names,
 )
 from diffquant.recipe.targets import LAYER_TARGETS
 
@@ -60,11 +61,10 @@ class FusedAttentionBlock(Block):
         return [self.spec.layout.row_count(name) for name in PROJECTIONS[: 1 if self.is_cross else None]]
 
     def parameter_specs(self) -> Parameters:
-        pair = lam_and_norm_parameters(self.spec, is_float32=True)
         return {
             **linear_parameters("Wqkv", sum(self.row_counts), self.width, biased=True),
             **linear_parameters("out_proj", self.width, self.spec.pairs * self.spec.value_dim, biased=True),
-            **{f"inner_cross_attn.{name}": parameter for name, parameter in pair.items()},
+            **prefix_names("inner_cross_attn", lam_and_norm_parameters(self.spec, is_float32=True)),
         }
 
     @property

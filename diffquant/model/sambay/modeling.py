@@ -14,7 +14,6 @@ from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
 from diffquant.model.blocks import CachedShapes
 from diffquant.model.causal import CausalModel
-from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder
 from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import SambaYArchitecture
@@ -31,10 +30,6 @@ class SambaYModel(Decoder):
     layer_class = SambaYLayer
     architecture: SambaYArchitecture
     final_layernorm: LayerNorm
-
-    def __init__(self, config: ArchitectureConfig) -> None:
-        super().__init__(config)
-        self.post_init()
 
     def layer_arguments(
         self,

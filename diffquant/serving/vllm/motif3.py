@@ -67,12 +67,10 @@ class ServedLatentAttention(LatentAttention):
 
         `rotary` is cos and sin of their positions. `reading` is ignored, since vLLM has the masks and the cache.
         """
-        spec, plain = self.spec, self.block.unrotated_width
+        spec = self.spec
         query_latent, latent, turned = self.compute_latents(x, rotary)
         q = self.wq_b(query_latent).unflatten(-1, (spec.query_heads, -1)).transpose(1, 2)
-        q = torch.cat([q[..., :plain], apply_rotary_embedding(q[..., plain:], rotary, spec.rope)], -1)[0].transpose(
-            0, 1
-        )
+        q = self.change_rotated(q, lambda x: apply_rotary_embedding(x, rotary, spec.rope))[0].transpose(0, 1)
         if self.block.window is None:
             shape = torch.Size((len(q), spec.query_heads * spec.value_dim))
             heads = self.attn(q, latent[0, 0], turned[0].transpose(0, 1), output_shape=shape)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.weight_source import WeightSource
@@ -23,6 +24,8 @@ class Gptq(Rounding):
     name = "gptq"
     needs_text = True
     options = frozenset({*ROUNDING_OPTIONS, "seed"})
+    # Whether rounding itself draws random numbers, even if the text does not.
+    draws = False
     # 150 s of two cores for SmolLM2-135M and 16,384 tokens (bench/results/quantize-roundings.json).
 
     def prepare(
@@ -37,51 +40,41 @@ class Gptq(Rounding):
 
         opened = open_source(source)
         calibration = self.read_calibration(opened, settings)
-        if settings.seed is not None and not calibration.is_shuffled:
+        if settings.seed is not None and not (self.draws or calibration.is_shuffled):
             raise UsageError(
                 f"{option_name('seed')} affects only rows of a JSONL file or dataset, but rounding {self.name} reads "
                 "plain text from its beginning; leave it out"
             )
-        make = partial(round_layers, opened, schemes, settings, calibration, progress)
+        make = partial(round_layers, opened, schemes, settings, calibration, progress, **self.refinement(settings))
         return Rounder(round_with_clipping, calibration.record | settings.options, make=make)
+
+    def refinement(self, settings: RoundingSettings) -> dict[str, Any]:  # noqa: ARG002
+        """Return the arguments with which `round_layers` refines each layer; none for plain GPTQ."""
+        return {}
 
 
 register(Gptq())
 
 
-class Tuned(Rounding):
+class Tuned(Gptq):
     """Gradient descent on all codes and scales of a decoder layer, starting from those of `gptq`.
 
     Weights outside the decoder layers, such as the head's, are rounded as by `mse`.
     """
 
     name = "tuned"
-    needs_text = True
     options = frozenset({"seed"})
+    draws = True
     # 360 s where gptq takes its 150 s.
     # Each step of descent reads one window.
     window = 256
     # With 16,384 it loses more than AutoRound does at its own default (research/pages/weights.md).
     tokens = 65536
 
-    def prepare(
-        self,
-        source: Source | WeightSource,
-        schemes: Mapping[str, Scheme],
-        settings: RoundingSettings,
-        progress: Progress,
-    ) -> Rounder:
-        # It runs a model, which the other rules and this one's name do without.
+    def refinement(self, settings: RoundingSettings) -> dict[str, Any]:
         from diffquant.quantization.roundings.gptq.descent import tune_layer
-        from diffquant.quantization.roundings.gptq.sequence import round_layers
 
-        opened = open_source(source)
-        tune = partial(tune_layer, seed=settings.seed or 0)
-        calibration = self.read_calibration(opened, settings)
-        make = partial(
-            round_layers, opened, schemes, settings, calibration, progress, finish=tune, batch_tokens=self.window
-        )
-        return Rounder(round_with_clipping, calibration.record | settings.options, make=make)
+        return {"finish": partial(tune_layer, seed=settings.seed or 0), "batch_tokens": self.window}
 
 
 register(Tuned())

@@ -13,7 +13,9 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.errors import UsageError
+from diffquant.model.causal import CausalModel
 from diffquant.model.walk import LayerRunner
 from diffquant.support.machine import available_memory
 
@@ -44,6 +46,22 @@ class SecondMoments:
         if exact is not None:
             lost = (exact - x).mT @ x
             self.lost = lost if self.lost is None else self.lost + lost
+
+
+def iterate_grouped_layers(model: CausalModel, ids: Tensor) -> Iterator[tuple[Any, list[list[str]]]]:
+    """Yield a model's layers in order, each with its linear modules grouped by their input, as in `group_by_input`.
+
+    A layer's parameters are on the computing device until the next layer is asked for.
+
+    Args:
+        ids: token ids [N, T]; a run on two of them shows the groups.
+    """
+    runner = model.new_layer_runner(2)
+    state = runner.embed(ids[:1, :2])
+    for layer in runner.layers:
+        with move_to_compute_device(layer):
+            groups, state = group_by_input(runner, layer, state)
+            yield layer, groups
 
 
 def group_by_input(runner: LayerRunner[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:

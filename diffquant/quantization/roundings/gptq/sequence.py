@@ -22,7 +22,7 @@ from diffquant.quantization.roundings.gptq.layer_inputs import (
     StoredActivations,
     capture_input,
     collect_inputs,
-    group_by_input,
+    iterate_grouped_layers,
 )
 from diffquant.recipe.rounding import RoundingSettings
 from diffquant.recipe.scheme import Scheme
@@ -71,13 +71,10 @@ def round_layers(
     model, ids = build_model(source, torch.float32), calibration.ids
     store, made = ActivationStore(), dict[str, Made]()
     with torch.no_grad():
-        # A run on two tokens shows the order in which a layer's modules are called.
-        runner, glance = model.new_layer_runner(ids.shape[1]), model.new_layer_runner(2)
+        runner = model.new_layer_runner(ids.shape[1])
         states: States = [store.keep(runner.embed(batch)) for batch in split_into_batches(ids, batch_tokens)]
         exact = list(states)
-        glimpse = glance.embed(ids[:1, :2])
-        for number, layer in enumerate(runner.layers):
-            readers, glimpse = group_by_input(glance, layer, glimpse)
+        for number, (layer, readers) in enumerate(iterate_grouped_layers(model, ids)):
             of_layer, file = dict[str, Made](), f"layer-{number}.safetensors"
             weights = LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", of_layer)
             groups = [names for names in readers if any(map(weights.is_rounded, names))]

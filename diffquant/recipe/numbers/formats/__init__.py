@@ -294,7 +294,7 @@ class NumberFormat(ABC):
     def __repr__(self) -> str:
         return f"format_named({self.name!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
         """There is one object a format, in each process that a scheme travels to."""
         return format_named, (self.name,)
 

@@ -82,8 +82,9 @@ class IntegerBytes(Integer):
     def unpack(self, stored: "Tensor", length: int) -> "Tensor":  # noqa: ARG002
         return stored
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _bytes, ()
+    def __reduce__(self) -> str:
+        # The name of the only object of this format, in each process that a scheme travels to.
+        return "BYTES"
 
 
 class Unquantized(NumberFormat):
@@ -98,8 +99,3 @@ for _bits in range(2, 9):
     register(Integer(_bits))
 register(Unquantized())
 BYTES = IntegerBytes()
-
-
-def _bytes() -> IntegerBytes:
-    """Return the only object of this format, in each process that a scheme travels to."""
-    return BYTES
