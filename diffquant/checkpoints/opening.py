@@ -73,8 +73,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     schemes = read_schemes(checkpoint.config, list_packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
     surplus = find_surplus_tensors(checkpoint, adapter)
-    scales = scale_names(adapter).values() if has_own_kv_cache_scheme(checkpoint.config) else ()
-    expected = stored_shapes(parameters, schemes) | dict.fromkeys(scales, (1,))
+    expected = stored_shapes(parameters, schemes) | dict.fromkeys(_cache_scales(checkpoint, adapter), (1,))
     problems = _differences(expected, checkpoint, schemes, surplus)
     if not problems:
         problems = _other_shapes(checkpoint, parameters, schemes) + _other_head(checkpoint, adapter)
@@ -102,13 +101,18 @@ def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[st
     return shapes
 
 
-def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
-    """Return the names of tensors that the model does not need and that would not change its results.
+def _cache_scales(checkpoint: Checkpoint, adapter: Adapter) -> Collection[str]:
+    """Return the names of the tensors that hold a calibrated cache's scales; empty if config.json has no such cache."""
+    return scale_names(adapter).values() if has_own_kv_cache_scheme(checkpoint.config) else ()
 
-    These are buffers, tied heads and biases of zeros, which older writers stored, and `input_global_scale` of quantized
-    activations, which is always 1 and is stored only for other libraries.
+
+def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[str]:
+    """Return the names of tensors that a copy of the model at 16 bits does not need and that do not change its results.
+
+    These are buffers, tied heads and biases of zeros, which older writers stored; scales of a calibrated cache; and
+    `input_global_scale` of quantized activations, which is always 1 and is stored only for other libraries.
     """
-    needed = adapter.source_parameters
+    needed, scales = adapter.source_parameters, _cache_scales(checkpoint, adapter)
     is_tied = adapter.architecture.tie_word_embeddings
     return frozenset(
         name
@@ -116,6 +120,7 @@ def find_surplus_tensors(checkpoint: Checkpoint, adapter: Adapter) -> frozenset[
         if name not in needed
         and (
             name.endswith(_BUFFERS)
+            or name in scales
             or (is_tied and name == _HEAD)
             or name.endswith(INPUT_GLOBAL)
             or (name.endswith(".bias") and _adds_nothing(checkpoint, name, info, needed))

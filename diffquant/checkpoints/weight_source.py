@@ -71,8 +71,9 @@ class PackingRules:
 def modules_to_ignore(rules: PackingRules) -> tuple[str, ...]:
     """Return regular expressions of modules that loaders of the packed checkpoint must leave unquantized.
 
-    They include heads, since a tied head has a module but no tensor, and the user's patterns to keep. Modules may have
-    a longer name in the model than in the checkpoint, as in transformers' models for images and text.
+    They include heads, since a tied head has a module but no tensor; embeddings and routers, whose names in the model
+    say so even if it renames them; and the user's patterns to keep. Modules may have a longer name in the model than in
+    the checkpoint, as in transformers' models for images and text.
     """
     # Imported here, since checkpoints of known architectures do not need yaml.
     from diffquant.support.yaml_text import parse_yaml
@@ -80,7 +81,8 @@ def modules_to_ignore(rules: PackingRules) -> tuple[str, ...]:
     shipped = parse_yaml(weight_rules_text())["keep"]
     known = {pattern for part in shipped.values() for pattern in part}
     own = [f"(.*\\.)?{_expression(pattern)}" for pattern in rules.keep if pattern not in known]
-    return (*map(_expression, shipped["heads"]), *own)
+    # Attention's gates are not: transformers gives this name to projections that checkpoints call otherwise.
+    return (*(_expression(pattern) for part in ("heads", "embeddings", "routers") for pattern in shipped[part]), *own)
 
 
 def _expression(pattern: str) -> str:

@@ -13,6 +13,7 @@ from diffquant.checkpoints.placement import move_to_compute_device
 from diffquant.checkpoints.tokens import end_token, max_length
 from diffquant.measure import has_scales_across_keys
 from diffquant.measure.language_model import LanguageModel, ModelOutputs, TokenCache
+from diffquant.model.adapters.sizes import MOVING_ROPE
 from diffquant.model.causal import CausalModel
 from diffquant.recipe import Recipe
 
@@ -69,7 +70,17 @@ class TorchModel(LanguageModel):
     @property
     def can_share_prefixes(self) -> bool:
         # In a layer with a window, the first key of a call is not the sequence's first: groups of keys begin elsewhere.
-        return super().can_share_prefixes and not (self._has_windows and has_scales_across_keys(self.recipe))
+        moves_groups = self._has_windows and has_scales_across_keys(self.recipe)
+        return super().can_share_prefixes and not moves_groups and not self._has_moving_angles
+
+    @property
+    def can_take_padding(self) -> bool:
+        return super().can_take_padding and not self._has_moving_angles
+
+    @property
+    def _has_moving_angles(self) -> bool:
+        """Whether the longest sequence of a batch determines the rotary angles of all."""
+        return getattr(getattr(self.model.model, "rotary_emb", None), "rope_type", "") in MOVING_ROPE
 
     @property
     def _has_windows(self) -> bool:

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.family.mask import Mask
+from diffquant.model.adapters.sizes import MOVING_ROPE
 from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache
 from diffquant.model.causal import CausalModel
@@ -17,9 +18,6 @@ from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.graphed_steps import GraphedSteps, warn_of_ungraphed_decoding
 from diffquant.model.reading import compute_positions
-
-# Types of RoPE whose frequencies do not depend on the sequence length.
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 class DiffLayer(DecoderLayer):
@@ -105,7 +103,7 @@ class DiffTransformerModel(Decoder):
         # accelerate's hooks move weights between devices, which cannot be recorded.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
             return "the model is spread over several devices"
-        if self.rotary_emb.rope_type not in _STATIC_ROPE:
+        if self.rotary_emb.rope_type in MOVING_ROPE:
             return f"RoPE of type {self.rotary_emb.rope_type} has frequencies that depend on the positions"
         return None
 

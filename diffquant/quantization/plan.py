@@ -192,7 +192,9 @@ def plan_quantization(
         GroupSizeError: a group size does not divide the width of some tensors.
         UsageError: see `checked_schemes`.
     """
-    if (entry := source.checkpoint.config.get("quantization_config")) is not None:
+    # A 16-bit model's folder may have one for the scales of its cache alone.
+    is_16_bit = isinstance(source, Source) and not source.packed
+    if (entry := source.checkpoint.config.get("quantization_config")) is not None and not is_16_bit:
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise CheckpointError(
             f"{source.path} is quantized already ({method}): rounding twice only adds error; "
@@ -234,7 +236,7 @@ def plan_quantization(
     is_rounded = bool(unpacked) or read_recorded_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
     plan = QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
-    return replace(plan, notes=(*notes, *_misread_experts(plan), *_unserved_groups(plan)))
+    return replace(plan, notes=(*notes, *_unread_experts(plan), *_misread_experts(plan), *_unserved_groups(plan)))
 
 
 def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -> Parted:
@@ -245,6 +247,17 @@ def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -
             return as_motif3_experts
     # diffquant's models read stacked experts as stored.
     return as_whole_part if has_adapter(source.checkpoint.config) else split_experts
+
+
+def _unread_experts(plan: QuantizationPlan) -> list[str]:
+    """Return a warning if experts stay in one tensor, which transformers does not read, else an empty list."""
+    stacked = [part.module for tensor in plan.tensors for part in tensor.parts if len(part.shape) > 2]
+    if not stacked or plan.rules is None:
+        return []
+    return [
+        f"transformers finds no Linear for experts that stay one tensor ({first_few(stacked, ', ')}) and fills them "
+        f"with random numbers; to load the folder there, give {option_name('keep', '*experts*')}"
+    ]
 
 
 def _misread_experts(plan: QuantizationPlan) -> list[str]:

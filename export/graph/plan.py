@@ -15,6 +15,7 @@ from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
+from diffquant.model.adapters.sizes import MOVING_ROPE
 from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import Parameters
 from diffquant.model.config import ArchitectureConfig
@@ -111,8 +112,6 @@ def _to_op_order(ranges: Tensor, order: Tensor) -> np.ndarray:
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Rotary embeddings whose tables depend on the length of the sequence.
-_MOVING_ROPE = ("dynamic", "longrope")
 # protobuf's size limit in bytes.
 _LARGEST_GRAPH = 2**31
 
@@ -252,7 +251,7 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     if config.hidden_act not in EMITTED:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _MOVING_ROPE:
+    if rope.get("rope_type") in MOVING_ROPE:
         problems.append(f"its RoPE angles depend on the sequence's length (rope_type {rope['rope_type']!r})")
     # Size of both RoPE tables, cosines and sines, with half a key row's channels each.
     angles = config.max_position_embeddings * cached_key_width(spec) * options.torch_dtype.itemsize

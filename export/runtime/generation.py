@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from diffquant.checkpoints.side_files import read_json
+from diffquant.checkpoints.side_files import TOKENIZER_CONFIG, read_json
 from diffquant.checkpoints.texts import (
     check_prompt,
     encode_chat,
@@ -176,6 +176,7 @@ class FolderTokenizer:
             # The file may contain truncation and padding settings from fine-tuning.
             self._fast.no_truncation()
             self._fast.no_padding()
+            self._fast.add_special_tokens(_read_roles(folder))
         else:
             self._slow = self._through_transformers()
 
@@ -205,6 +206,14 @@ class FolderTokenizer:
         from diffquant.checkpoints.tokenizer import load_tokenizer
 
         return load_tokenizer(self._folder)
+
+
+def _read_roles(folder: Path) -> list[str]:
+    """Return the texts of tokens with a role, such as eos_token, which transformers always takes as special."""
+    file = folder / TOKENIZER_CONFIG
+    named = [token for key, token in read_json(file).items() if key.endswith("_token")] if file.is_file() else []
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def read_context_length(folder: Path) -> int:

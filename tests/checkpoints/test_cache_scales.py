@@ -88,6 +88,23 @@ def test_a_recipe_for_the_cache_alone_is_stored_without_a_packed_weight(tmp_path
     assert torch.equal(low(ids).logits, plain(ids).logits)
 
 
+def test_a_model_with_scales_of_a_cache_alone_is_measured_and_quantized_as_the_16_bit_model_that_it_is(tmp_path):
+    source = write_source(tmp_path / "v2", "unilm-v2")
+    diffquant.quantize(source, tmp_path / "low", {"kv": "e4m3:static"})
+    asked = {"tasks": "perplexity", "characters": 500}
+    alone = diffquant.evaluate(tmp_path / "low", **asked)["perplexity"]
+    swept = diffquant.sweep(tmp_path / "low", tmp_path / "sweep", targets="kv", bits="8", **asked)
+    own = next(cell for cell in swept.cells if cell.point.target == "recipe")
+    assert own.result.details["perplexity"] == alone.details["perplexity"]
+    diffquant.quantize(tmp_path / "low", tmp_path / "later", "4:row")
+    diffquant.quantize(source, tmp_path / "once", STATIC)
+    assert (tmp_path / "later/model.safetensors").read_bytes() == (tmp_path / "once/model.safetensors").read_bytes()
+    diffquant.quantize(tmp_path / "low", tmp_path / "dynamic", {"kv": "8"})
+    assert diffquant.load(tmp_path / "dynamic").recipe == diffquant.Recipe.of(kv=8)
+    with pytest.raises(CheckpointError, match="convert its 16-bit original"):
+        diffquant.convert(tmp_path / "low", tmp_path / "rotated", "rotated")
+
+
 # A recipe, whether the source has a tokenizer, and what is said.
 LEFT = [
     ({"kv": "e4m3"}, True, "only diffquant applies this cache"),

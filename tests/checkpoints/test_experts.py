@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, JetMoeConfig, MixtralConfig, PhimoeConfig, Qwen3MoeConfig
 
 from diffquant.checkpoints.compressed_tensors import packed_shapes, unpack_parts
 from diffquant.checkpoints.source import open_source
-from diffquant.checkpoints.weight_source import open_weights
+from diffquant.checkpoints.weight_source import PackingRules, open_weights
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
@@ -29,6 +29,9 @@ CONFIGS = {
         **SIZES, intermediate_size=96, moe_intermediate_size=96, num_experts=EXPERTS, decoder_sparse_step=1
     ),
     "mixtral": lambda: MixtralConfig(**SIZES, intermediate_size=96, num_local_experts=EXPERTS),
+    # Its router is a Linear, and has another name in the checkpoint.
+    "phimoe": lambda: PhimoeConfig(**SIZES, intermediate_size=96, num_local_experts=EXPERTS),
+    "jetmoe": lambda: JetMoeConfig(**SIZES, intermediate_size=96, kv_channels=16, num_local_experts=EXPERTS),
 }
 # What transformers' conversion of experts reads right.
 READ = ["4:g32", "3:g32", "6:row", "8:row", "e4m3:channel", "mxfp4", "mxfp6"]
@@ -74,7 +77,9 @@ def of_decoded(folder, kind):
 
 
 @pytest.mark.parametrize("text", READ)
-@pytest.mark.parametrize(("kind", "stacked"), [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("kind", "stacked"), [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False), ("phimoe", False)]
+)
 def test_stock_transformers_reads_quantized_experts(tmp_path, kind, stacked, text):
     write_mixture(tmp_path / "source", kind, stacked)
     quantize(open_weights(tmp_path / "source"), tmp_path / "low", Recipe.of(weights=text))
@@ -101,6 +106,16 @@ def test_experts_of_one_tensor_have_the_bytes_of_experts_that_lie_apart(tmp_path
         )
         assert apart.keys() == stacked.keys()
         assert all(torch.equal(x.float(), stacked[name].float()) for name, x in apart.items())
+
+
+def test_a_note_names_experts_that_transformers_fills_with_random_numbers(tmp_path):
+    write_mixture(tmp_path / "source", "jetmoe")
+    said = r"one tensor \(model\.layers\.0\.self_attention\.experts\.input_linear"
+    for keep in ((), ("*experts*",)):
+        source = open_weights(tmp_path / "source", PackingRules.read(keep=keep))
+        notes = quantize(source, tmp_path / "low", Recipe.of(weights="8:row"), overwrite=True).notes
+        _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "low", output_loading_info=True)
+        assert bool(info["missing_keys"]) == bool(re.search(said, " ".join(notes))) == (not keep)
 
 
 def test_transformers_leaves_out_the_tensor_scale_of_experts_and_a_note_says_so(tmp_path):

@@ -24,12 +24,14 @@ MODELS = {
     "RobertaForMaskedLM": WIDE,
     "DistilBertForMaskedLM": {"vocab_size": 96, "dim": 64, "hidden_dim": 96, "n_layers": 1, "n_heads": 2},
     "XLMWithLMHeadModel": {"vocab_size": 96, "emb_dim": 64, "n_layers": 1, "n_heads": 2, "n_langs": 1},
+    "CTRLLMHeadModel": {"vocab_size": 96, "n_embd": 64, "dff": 96, "n_layer": 1, "n_head": 2},
 }  # fmt: skip
 VISION = {key: value for key, value in WIDE.items() if key != "vocab_size"} | {"image_size": 28, "patch_size": 14}
-GEMMA = {
+GEMMA = "Gemma3ForConditionalGeneration", {
     "text_config": WIDE | {"num_key_value_heads": 1, "head_dim": 32}, "vision_config": VISION,
     "mm_tokens_per_image": 4, "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92,
 }  # fmt: skip
+FUYU = "FuyuForCausalLM", VISION | {"vocab_size": 96, "text_config": WIDE | {"model_type": "persimmon"}}
 # Tensors of no Linear, and layers that are shared as a whole.
 NO_HEADS = re.compile(
     r".*embed_tokens.*|.*word_embeddings|.*tokens_embed|.*relative_attention_bias|.*positional_embedding"
@@ -82,11 +84,17 @@ def test_every_tied_head_of_transformers_is_left_alone():
     assert unknown == []
 
 
-@in_one_test("keep", ["vision_tower.*", "*vision_tower*"])
-def test_what_is_kept_is_left_alone_under_the_longer_name_that_it_has_in_the_model(tmp_path, keep):
-    model = written(tmp_path, "Gemma3ForConditionalGeneration", GEMMA, (keep,))
+@in_one_test(
+    ("kind", "sizes", "keep", "name"),
+    [
+        (*GEMMA, ("vision_tower.*",), "model.vision_tower.encoder.layers.0.mlp.fc1.weight"),
+        (*GEMMA, ("*vision_tower*",), "model.vision_tower.encoder.layers.0.mlp.fc1.weight"),
+        (*FUYU, (), "model.vision_embed_tokens.weight"),
+    ],
+)
+def test_what_is_kept_is_left_alone_under_the_longer_name_that_it_has_in_the_model(tmp_path, kind, sizes, keep, name):
+    model = written(tmp_path, kind, sizes, keep)
     found = opened(model, tmp_path / "low")
-    name = "model.vision_tower.encoder.layers.0.mlp.fc1.weight"
     assert torch.equal(found.get_parameter(name), model.get_parameter(name))
 
 

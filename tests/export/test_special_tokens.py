@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import diffquant
 from diffquant.errors import CheckpointError
 from diffquant.measure.protocols.harness_plugin import HarnessModel
 from diffquant.measure.torch_model import TorchModel
 from diffquant.onnx import ExportOptions, Generator, export
+from diffquant.onnx.runtime.generation import FolderTokenizer
 from diffquant.onnx.runtime.scoring import OnnxLanguageModel
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.quantization.conversion import convert
@@ -150,6 +151,16 @@ def test_settings_of_sampling_change_neither_texts_nor_evaluations(source, endle
     ):
         assert HarnessModel(each, 256, report_nothing).generate_until([asked]) == [wanted]
         assert each.generate(PROMPT, NEW, ["\n\n\n"], {}) == endless[1]
+
+
+@pytest.mark.parametrize("added", [lambda token: token | {"special": False}, lambda _: None], ids=["plain", "absent"])
+def test_tokens_with_a_role_are_special_as_in_transformers_whatever_tokenizer_json_marks(source, added):
+    stored = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+    edit_json(source / "tokenizer.json", added_tokens=[token for each in stored if (token := added(each))])
+    ours, theirs = FolderTokenizer(source), AutoTokenizer.from_pretrained(source)
+    text = "<s>He took the</s> book"
+    assert ours.encode(text) == theirs(text).input_ids
+    assert ours.decode(theirs(text).input_ids) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(

@@ -149,12 +149,19 @@ def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=0, atol=1e-3)
 
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 8, "long_factor": [8.0] * 8,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "recipe", [{}, {"kv": "4:row", "logits": "4:row"}, {"logits": "nvfp4"}, {"p": "4:g4"}], ids=str
 )
-@pytest.mark.parametrize("source", ["phi4flash", "motif3"])
-def test_a_score_of_a_model_with_windows_is_that_of_its_sequence_run_alone(tmp_path, source, recipe):
-    model = load(write_checkpoint(tmp_path / source, source), Recipe.of(**recipe), dtype=torch.float64)
+@pytest.mark.parametrize("source", ["phi4flash", "motif3", "llama"])
+def test_a_score_of_a_model_with_windows_or_longrope_is_that_of_its_sequence_run_alone(tmp_path, source, recipe):
+    changes = {"head_dim": 16, "rope_parameters": LONGROPE} if source == "llama" else {}
+    model = load(write_checkpoint(tmp_path / source, source, **changes), Recipe.of(**recipe), dtype=torch.float64)
     rng = torch.Generator().manual_seed(0)
     draw = lambda length: tuple(torch.randint(2, 90, (length,), generator=rng).tolist())  # noqa: E731
     contexts = [draw(length) for length in (3, 9, 14, 25, 31)]

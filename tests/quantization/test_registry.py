@@ -107,7 +107,8 @@ def test_a_cell_follows_the_contents_of_the_text_that_its_rounding_reads(checkpo
         ("gtpq", r"unknown rounding 'gtpq'; did you mean 'gptq'"),
         ({"name": "mse", "tokens": 64}, r"rounding='gptq or tuned'; give them only with it"),
         ({"name": "gptq", "text": "absent.txt"}, r"cannot read text from absent\.txt"),
-        ({"name": "gptq", "tokens": 256, "window": 512, "text": "SHORT"}, r"fewer than one window"),
+        ({"name": "gptq", "tokens": 512, "window": 512, "text": "SHORT"}, r"fewer than one window"),
+        ({"name": "gptq", "tokens": 256, "window": 512}, r"256 tokens do not fill a window of 512"),
     ],
 )
 def test_a_rounding_that_cannot_be_is_refused_before_anything_is_written(checkpoint, tmp_path, rounding, message):

@@ -10,6 +10,7 @@ from statistics import mean
 
 from diffquant.attention import check_backend
 from diffquant.checkpoints.building import check_places
+from diffquant.checkpoints.compressed_config import has_own_kv_cache_scheme
 from diffquant.checkpoints.ranges import check_ranges_used, read_any_ranges
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, UsageError
@@ -85,7 +86,7 @@ def plan_sweep(
             check_places(source, places, dtype)
     scales = _scales_by_model(sources, options.scales)
     for point in grid:
-        _check_scales(point, scales.get(point.model))
+        _check_scales(point, sources[point.model], scales.get(point.model))
     for model, file in scales.items():
         check_ranges_used(file, recipes[model])
     checked = {
@@ -147,14 +148,15 @@ def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> d
     return files_by_model
 
 
-def _check_scales(point: SweepPoint, scales: Path | None) -> None:
-    """Check that a point with static schemes has its ranges.
+def _check_scales(point: SweepPoint, source: Source, scales: Path | None) -> None:
+    """Check that a point with static schemes has its ranges, from a file or stored in the checkpoint.
 
     Raises:
-        UsageError: there is no file, or it has no ranges for these schemes.
+        UsageError: there are none, or the file has none for these schemes.
     """
     static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
-    if static and scales is None:
+    stored = ("k", "v") if has_own_kv_cache_scheme(source.checkpoint.config) else ()
+    if scales is None and not set(static) <= set(stored):
         raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass {option_name('scales')}")
     if static and scales is not None:
         read_any_ranges(scales).check_recipe(point.recipe)

@@ -24,6 +24,8 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
+# Those whose angles depend on the length of the longest sequence that is read.
+MOVING_ROPE = ("dynamic", "longrope")
 # Settings that must be positive and below _ENDLESS, so that angles and positions fit in float32.
 _POSITIVE = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",

@@ -89,7 +89,7 @@ class Rounding(ABC):
             DiffQuantError: the data or the tokenizer cannot be read, or the window is too long for the model.
         """
         tokenizer, config, tokens = source.tokenizer, source.architecture, self.count_tokens(settings)
-        window = min(settings.window or min(self.window, max_length(config, tokenizer)), tokens)
+        window = settings.window or min(self.window, max_length(config, tokenizer), tokens)
         return read_calibration(settings.text, tokenizer, config, window, tokens, settings.seed or 0)
 
     @abstractmethod
