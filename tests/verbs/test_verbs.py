@@ -198,6 +198,7 @@ def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
         ({"recipe": 8, "preset": "int4"}, "recipe and preset both set the recipe"),
         ({"preset": "int5"}, f"unknown preset 'int5'; choose from {', '.join(PRESETS)}"),
         ({"overrides": ["q_proj"]}, "expected PATTERN=SCHEME"),
+        ({"weights": 4, "residual": 64}, "residual=64 keeps the newest tokens of a quantized cache; give kv, too"),
         ({"overrides": ["*.k=8", "*.v=8", "*.k=4"]}, r"overrides has '\*\.k' twice; keep one of each"),
     ],
 )
