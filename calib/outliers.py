@@ -31,7 +31,7 @@ def find_outliers(
     *,
     text: Path | None = None,
     tokens: int = 400_000,
-    window: int = 1024,
+    window: int = 512,
     dtype: str = "auto",
     device: str = "auto",
     places: OffloadPlan | None = None,

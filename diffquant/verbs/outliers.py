@@ -20,7 +20,7 @@ def outliers(
     *,
     text: kinds.File | None = None,
     tokens: kinds.Tokens = 400_000,
-    window: int = 1024,
+    window: int = 512,
     dtype: kinds.Name = "auto",
     device: kinds.Name = "auto",
     device_map: kinds.DeviceMap | None = None,
