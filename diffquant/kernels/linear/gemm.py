@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diffquant.kernels.configs import choose_config
-from diffquant.kernels.gpu import device_class, multiprocessors, warpgroup_refusal
+from diffquant.kernels.gpu import device_class, multiprocessors, registers_per_thread, warpgroup_refusal
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, codes_per_word
 from diffquant.kernels.linear.unpacking import join_fields, load_chunk
 
@@ -95,6 +95,8 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         **weight.layout, BLOCKS=tile["rows"] // FRAGMENT, TOKENS=tile["tokens"], JOINED=by_warpgroup,
         EVEN=width == chunks * FRAGMENT * codes_per_word(weight.bits), FINAL=splits == 1,
         num_warps=tile["warps"], num_stages=tile["stages"], enable_fp_fusion=True,
+        # Unless a limit is given, the assembler keeps to 128 registers and spills.
+        maxnreg=registers_per_thread(1, tile["warps"]),
     )  # fmt: skip
     if splits > 1:
         _add[(tokens, triton.cdiv(rows, _ADDED_AT_ONCE))](
