@@ -79,20 +79,18 @@ def test_large_channels_cost_8_bit_activations_less(tmp_path, source):
     assert after < 0.25 * before
 
 
-# mse's own scales leave the random V2 nothing to gain.
-@pytest.mark.parametrize(
-    ("source", "rounding"),
-    [("llama", "nearest"), ("unilm-v1", "nearest"), ("unilm-v2", "nearest"), ("llama", "mse"), ("unilm-v1", "mse")],
-)
+@pytest.mark.parametrize("source", ["llama", "unilm-v1", "unilm-v2"])
+@pytest.mark.parametrize("rounding", ["nearest", "mse"])
 def test_large_channels_cost_4_bit_weights_less(tmp_path, source, rounding):
-    write_source(tmp_path / "source", source)
+    # One layer: through several of a random model, errors grow to about the size of the logits.
+    write_source(tmp_path / "source", source, num_hidden_layers=1)
     convert(tmp_path / "source", tmp_path / "out", "scaled")
     exact = logits(tmp_path / "source")
     before, after = (
         (logits(tmp_path / name, weights="4:g32", rounding=rounding) - exact).square().mean()
         for name in ("source", "out")
     )
-    assert after < 0.8 * before
+    assert after < 0.75 * before
 
 
 @pytest.mark.parametrize("target", ["smoothed", "scaled"])
