@@ -1,7 +1,7 @@
 """Ranges of attention logits by layer and map (E6 of protocol.md): during a training, and by length of the windows."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ _DOUBLINGS = 7.5
 LENGTHS = (256, 1024, 4096)
 # Distances that training had.
 NEAR = 256
-# Tokens that are read at once.
+# Tokens that are read at once, and queries of theirs that are looked at together.
 _BATCH = 4096
+_ROWS = 64
 
 
 def marks(steps: int) -> list[int]:
@@ -73,8 +74,9 @@ def read_lengths(model: DiffTransformer, tokenizer: Any) -> dict[str, Any]:
         first = torch.cat([torch.full_like(plain[:, :1], tokenizer.bos_token_id), plain[:, 1:]], 1)
         found[str(length)] = {}
         for name, windows in (("plain", plain), ("first", first)):
-            batches = windows.split(max(1, _BATCH // length))
-            found[str(length)][name] = {"layers": ranges(model, batches), "nll": _loss(model, batches)}
+            batches, losses = windows.split(max(1, _BATCH // length)), []
+            layers = ranges(model, batches, losses)
+            found[str(length)][name] = {"layers": layers, "nll": sum(losses) / len(losses)}
     return found
 
 
@@ -97,11 +99,14 @@ def middles(model: DiffTransformer, tokenizer: Any, text: str, count: int) -> Te
 
 
 @torch.inference_mode()
-def ranges(model: DiffTransformer, batches: Iterable[Tensor]) -> list[dict[str, Any]]:
+def ranges(
+    model: DiffTransformer, batches: Iterable[Tensor], losses: list[float] | None = None
+) -> list[dict[str, Any]]:
     """Measure each layer's logits over windows of one length.
 
     Args:
         batches: token ids [B, T] each.
+        losses: takes the loss of each batch in nats a token, if given.
 
     Returns:
         A dictionary for each layer, of lists with a number for each map: the largest magnitude of a logit ("largest"),
@@ -115,7 +120,10 @@ def ranges(model: DiffTransformer, batches: Iterable[Tensor]) -> list[dict[str, 
 
     with observed(model, see):
         for ids in batches:
-            model.model(input_ids=ids, use_cache=False)
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            if losses is not None:
+                predictions = model.lm_head(hidden[:, :-1]).flatten(0, 1)
+                losses.append(float(cross_entropy(predictions, ids[:, 1:].flatten())))
     return [layer.summary() for layer in layers]
 
 
@@ -126,29 +134,27 @@ class _Range:
         self.logits = self.queries = 0
 
     def add(self, seen: SeenAttention) -> None:
-        batch, heads, length, keys = seen.logits[0].shape
-        visible = torch.ones(length, keys, dtype=torch.bool, device=seen.logits[0].device).tril()
-        self.logits += batch * heads * int(visible.sum())
+        batch, heads, length, _ = seen.logits[0].shape
+        self.logits += batch * heads * (length * (length + 1) // 2)
         self.queries += batch * heads * (length - 1)
-        for number, logits in enumerate(seen.logits):
-            total = logits.masked_fill(~visible, -torch.inf).logsumexp(-1)
-            self.weights[number] += float((logits[..., 0] - total)[..., 1:].exp().sum(dtype=torch.float64))
-            size = logits.abs().masked_fill_(~visible, 0.0)
-            self.squares[number] += float(size.square().sum(dtype=torch.float64))
-            tops = {"largest": size.max(), "on_first": size[..., 0].max(), "near": size.triu(1 - NEAR).max()}
-            for name, top in tops.items():
-                self.tops[name][number] = max(self.tops[name][number], float(top))
+        for first in range(0, length, _ROWS):
+            for number, logits in enumerate(seen.logits):
+                self._add_rows(number, first, logits[:, :, first : first + _ROWS, : first + _ROWS])
+
+    def _add_rows(self, number: int, first: int, logits: Tensor) -> None:
+        """Add a map's logits [B, h, R, first + R] of queries from `first` on over the keys that any of them sees."""
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(first + 1)
+        total = logits.masked_fill(hidden, -torch.inf).logsumexp(-1)
+        weights = (logits[..., 0] - total).exp()[..., first == 0 :]
+        self.weights[number] += float(weights.sum(dtype=torch.float64))
+        size = logits.abs().masked_fill_(hidden, 0.0)
+        self.squares[number] += float(size.square().sum(dtype=torch.float64))
+        near = size.triu(first + 1 - NEAR)
+        for name, found in {"largest": size, "on_first": size[..., 0], "near": near}.items():
+            self.tops[name][number] = max(self.tops[name][number], float(found.max()))
 
     def summary(self) -> dict[str, Any]:
         return self.tops | {
             "rms": [(square / self.logits) ** 0.5 for square in self.squares],
             "weight_on_first": [weight / self.queries for weight in self.weights],
         }
-
-
-def _loss(model: DiffTransformer, batches: Sequence[Tensor]) -> float:
-    losses = [
-        float(cross_entropy(model(ids, use_cache=False).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
-        for ids in batches
-    ]
-    return sum(losses) / len(losses)
