@@ -74,8 +74,8 @@ def read_lengths(model: DiffTransformer, tokenizer: Any) -> dict[str, Any]:
         first = torch.cat([torch.full_like(plain[:, :1], tokenizer.bos_token_id), plain[:, 1:]], 1)
         found[str(length)] = {}
         for name, windows in (("plain", plain), ("first", first)):
-            batches, losses = windows.split(max(1, _BATCH // length)), []
-            layers = ranges(model, batches, losses)
+            losses: list[float] = []
+            layers = ranges(model, windows.split(max(1, _BATCH // length)), losses)
             found[str(length)][name] = {"layers": layers, "nll": sum(losses) / len(losses)}
     return found
 
