@@ -33,7 +33,7 @@ OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
 .PHONY: demo test test-all lint docs pages research-check walk dist audit plots gpu gpu-1 gpu-2 gpu-3 gpu-bench gpu-test figure8-gpu fuzz fuzz-today pairs sanitize soak clean
-.PHONY: .test-eighth .test-llama-cpp .test-oldest .test-ptx .test-quantizers .test-readers .test-serving .test-serving-models .test-thorough .test-triton .test-web .test-webgpu
+.PHONY: .fuzz-failures .fuzz-files .test-llama-cpp .test-oldest .test-ptx .test-quantizers .test-readers .test-serving .test-serving-models .test-share .test-thorough .test-triton .test-web .test-webgpu
 
 demo: $(VENV)/.demo
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -41,8 +41,8 @@ demo: $(VENV)/.demo
 test: lint $(NATIVE)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# All that `make test` leaves out, after it; or the parts that ONLY names alone, such as ONLY="eighth llama-cpp web". Peers have
-# environments of their own. Further parts are eighth, ptx and serving-models.
+# All that `make test` leaves out, after it; or the parts that ONLY names alone, such as ONLY="share llama-cpp web". Peers have
+# environments of their own. Further parts are share, ptx and serving-models.
 test-all: $(if $(ONLY),,test)
 	for part in $(or $(ONLY),thorough oldest quantizers serving triton llama-cpp web readers webgpu); do \
 		$(MAKE) .test-$$part || exit 1; \
@@ -54,11 +54,11 @@ test-all: $(if $(ONLY),,test)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough research/tests
 
-# An eighth of the thorough tests, which takes some minutes: another each day, or the one that DIFFQUANT_EIGHTH says.
-# The research has few of them, and in some eighths none, which is pytest's status 5.
-.test-eighth: $(NATIVE)
-	DIFFQUANT_EIGHTH=$${DIFFQUANT_EIGHTH:-today} $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
-	DIFFQUANT_EIGHTH=$${DIFFQUANT_EIGHTH:-today} $(BIN)/python -m pytest -m thorough research/tests || test $$? -eq 5
+# A twelfth of the thorough tests, which takes some minutes: another each day, or the one that DIFFQUANT_SHARE says.
+# The research has few of them, and in some shares none, which is pytest's status 5.
+.test-share: $(NATIVE)
+	DIFFQUANT_SHARE=$${DIFFQUANT_SHARE:-today} $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
+	DIFFQUANT_SHARE=$${DIFFQUANT_SHARE:-today} $(BIN)/python -m pytest -m thorough research/tests || test $$? -eq 5
 
 # The other libraries' quantizers in the rounding contest. They have an environment of their own, which sees the first
 # one's packages: transformers imports some of them wherever it finds them. llm-compressor asks for an older transformers,
@@ -266,11 +266,15 @@ fuzz: $(VENV)/.ready
 # A little of it, from a seed that is another each day: about a minute on one core. FUZZ_SEED=NUMBER, which it prints, runs
 # the same on another day.
 FUZZ_SEED ?= $(shell expr $$(date +%s) / 86400 \* 10000)
-fuzz-today: $(VENV)/.ready
+fuzz-today: .fuzz-files .fuzz-failures
+
+.fuzz-files: $(VENV)/.ready
 	@echo "FUZZ_SEED=$(FUZZ_SEED)"
 	$(BIN)/python -m tests.fuzz.checkpoints --count 100 --first $(FUZZ_SEED)
 	$(BIN)/python -m tests.fuzz.inputs --count 1000 --first $(FUZZ_SEED)
 	$(BIN)/python -m tests.fuzz.numbers --count 10 --first $(FUZZ_SEED)
+
+.fuzz-failures: $(VENV)/.ready
 	$(BIN)/python -m tests.fuzz.failures --verb quantize --verb export --each 50 --seed $(FUZZ_SEED) || test $$? -eq 5
 
 # SmolLM2 continued on equal tokens as a Transformer, DIFF V1 and DIFF V2, on a CUDA device: make pairs TEXT=books.txt.

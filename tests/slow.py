@@ -1,7 +1,7 @@
 """Measure every test's CPU seconds and list those that `make test` leaves to `make test-all`: `python -m tests.slow`.
 
 It runs the whole quick suite with the listed tests, and writes tests/slow.txt: tests one of whose cases takes more than
-`LIMIT` CPU seconds, child processes included. CI runs an eighth of them each day, as it does the other thorough tests.
+`LIMIT` CPU seconds, child processes included. CI runs a twelfth of them each day, as it does the other thorough tests.
 """
 
 import os

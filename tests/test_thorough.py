@@ -1,4 +1,4 @@
-"""Eighths of the thorough tests, the cases that `make test` runs, and tables in one test."""
+"""Shares of the thorough tests, the cases that `make test` runs, and tables in one test."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 
 from tests.slow import slow_tests
 from tests.support.tables import in_one_test
-from tests.support.thorough import EIGHTHS, eighth_of, pick_each_choice
+from tests.support.thorough import SHARES, pick_each_choice, share_of
 
 ROOT = Path(__file__).parents[1]
 
 
 class Case:
-    """As much of a collected test as tells its eighth."""
+    """As much of a collected test as tells its share."""
 
     def __init__(self, nodeid, is_thorough=True):
         self.nodeid, self.is_thorough = nodeid, is_thorough
@@ -23,13 +23,13 @@ class Case:
         return self.is_thorough and name == "thorough"
 
 
-def test_every_case_is_in_one_eighth_and_stays_there_when_others_are_added():
+def test_every_case_is_in_one_share_and_stays_there_when_others_are_added():
     cases = [Case(f"tests/a.py::test_{name}[{number}]") for name in "pqrstuv" for number in range(24)]
-    before = eighth_of(cases)
+    before = share_of(cases)
     assert before.keys() == set(cases)
-    assert Counter(before.values()) == dict.fromkeys(range(EIGHTHS), 21)
+    assert Counter(before.values()) == dict.fromkeys(range(SHARES), 14)
     more = [Case("tests/a.py::test_first"), Case("tests/a.py::test_p[x]", is_thorough=False), *cases]
-    after = eighth_of([*more, Case("tests/a.py::test_v[24]")])
+    after = share_of([*more, Case("tests/a.py::test_v[24]")])
     assert {case: after[case] for case in cases} == before
     assert len(after) == len(cases) + 2
 

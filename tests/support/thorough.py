@@ -2,8 +2,8 @@
 
 Of a parametrized test it runs cases that have every value of every parameter once; other combinations are thorough.
 
-Continuous integration runs an eighth of them a day, so that in eight days it has run them all. Hooks of pytest choose
-it where DIFFQUANT_EIGHTH is set: to a number from 0 to 7, or to "today".
+Continuous integration runs a twelfth of them a day, so that in twelve days it has run them all. Hooks of pytest choose
+it where DIFFQUANT_SHARE is set: to a number from 0 to 11, or to "today".
 """
 
 import hashlib
@@ -17,8 +17,8 @@ import pytest
 
 from tests.slow import slow_tests
 
-VARIABLE = "DIFFQUANT_EIGHTH"
-EIGHTHS = 8
+VARIABLE = "DIFFQUANT_SHARE"
+SHARES = 12
 
 thorough = pytest.mark.thorough
 _COMBINATION = thorough(reason="a combination of values")
@@ -71,51 +71,51 @@ def leave_slow_tests(items: Iterable[pytest.Item]) -> None:
             item.add_marker(_SLOW)
 
 
-def eighth_of_today() -> int:
-    """The number of today's eighth, by the days since 1970 in universal time."""
-    return int(time.time() // 86400) % EIGHTHS
+def share_of_today() -> int:
+    """The number of today's share, by the days since 1970 in universal time."""
+    return int(time.time() // 86400) % SHARES
 
 
-def eighth_of(items: Iterable[pytest.Item]) -> dict[pytest.Item, int]:
-    """The eighth of every thorough test, whatever day it is.
+def share_of(items: Iterable[pytest.Item]) -> dict[pytest.Item, int]:
+    """The share of every thorough test, whatever day it is.
 
-    A test's cases, which take about equally long, follow each other from an eighth on that its name determines. So a
+    A test's cases, which take about equally long, follow each other from a share on that its name determines. So a
     new test moves none of the others, and a new case none before it.
 
     Args:
         items: tests as they were collected, before any are deselected.
     """
-    eighths, seen = {}, Counter[str]()
+    shares, seen = {}, Counter[str]()
     for item in items:
         if item.get_closest_marker(thorough.name):
             name = item.nodeid.partition("[")[0]
             first = int(hashlib.sha256(name.encode()).hexdigest(), 16)
-            eighths[item] = (first + seen[name]) % EIGHTHS
+            shares[item] = (first + seen[name]) % SHARES
             seen[name] += 1
-    return eighths
+    return shares
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Say which eighth it is; processes of xdist, which may start after midnight, take it from the first one."""
+    """Say which share it is; processes of xdist, which may start after midnight, take it from the first one."""
     chosen = os.environ.get(VARIABLE)
     if chosen is None or hasattr(session.config, "workerinput"):
         return
     if chosen == "today":
-        chosen = os.environ[VARIABLE] = str(eighth_of_today())
-    if chosen not in map(str, range(EIGHTHS)):
-        raise pytest.UsageError(f"{VARIABLE} must be today or a number from 0 to {EIGHTHS - 1}, got {chosen}")
+        chosen = os.environ[VARIABLE] = str(share_of_today())
+    if chosen not in map(str, range(SHARES)):
+        raise pytest.UsageError(f"{VARIABLE} must be today or a number from 0 to {SHARES - 1}, got {chosen}")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter:
-        reporter.write_line(f"thorough tests of eighth {chosen}; {VARIABLE}={chosen} runs the same on another day")
+        reporter.write_line(f"thorough tests of share {chosen}; {VARIABLE}={chosen} runs the same on another day")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave combinations of values and slow tests to the thorough ones, and out the thorough ones of other eighths."""
+    """Leave combinations of values and slow tests to the thorough ones, and out the thorough ones of other shares."""
     leave_combinations(items)
     leave_slow_tests(items)
     if VARIABLE in os.environ:
-        eighths, chosen = eighth_of(items), int(os.environ[VARIABLE])
-        others = [item for item in items if eighths.get(item, chosen) != chosen]
+        shares, chosen = share_of(items), int(os.environ[VARIABLE])
+        others = [item for item in items if shares.get(item, chosen) != chosen]
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if eighths.get(item, chosen) == chosen]
+        items[:] = [item for item in items if shares.get(item, chosen) == chosen]
