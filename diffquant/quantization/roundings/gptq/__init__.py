@@ -1,8 +1,7 @@
 """Layer-by-layer rounding with calibration data: `gptq`, and `tuned`, which refines its result by gradient descent."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.weight_source import WeightSource
@@ -45,12 +44,12 @@ class Gptq(Rounding):
                 f"{option_name('seed')} affects only rows of a JSONL file or dataset, but rounding {self.name} reads "
                 "plain text from its beginning; leave it out"
             )
-        make = partial(round_layers, opened, schemes, settings, calibration, progress, **self.refinement(settings))
+        make = partial(round_layers, opened, schemes, settings, calibration, progress, finish=self.finish(settings))
         return Rounder(round_with_clipping, calibration.record | settings.options, make=make)
 
-    def refinement(self, settings: RoundingSettings) -> dict[str, Any]:  # noqa: ARG002
-        """Return the arguments with which `round_layers` refines each layer; none for plain GPTQ."""
-        return {}
+    def finish(self, settings: RoundingSettings) -> Callable[..., None] | None:  # noqa: ARG002
+        """Return what `round_layers` calls with each rounded layer; nothing for plain GPTQ."""
+        return None
 
 
 register(Gptq())
@@ -71,10 +70,10 @@ class Tuned(Gptq):
     # With 16,384 it loses more than AutoRound does at its own default (research/pages/weights.md).
     tokens = 65536
 
-    def refinement(self, settings: RoundingSettings) -> dict[str, Any]:
+    def finish(self, settings: RoundingSettings) -> Callable[..., None]:
         from diffquant.quantization.roundings.gptq.descent import tune_layer
 
-        return {"finish": partial(tune_layer, seed=settings.seed or 0), "batch_tokens": self.window}
+        return partial(tune_layer, seed=settings.seed or 0)
 
 
 register(Tuned())

@@ -47,7 +47,6 @@ def round_layers(
     progress: Progress,
     staging: Staging | None = None,
     finish: Finish | None = None,
-    batch_tokens: int = BATCH_TOKENS,
 ) -> dict[str, Made]:
     """Run a model on calibration data in float32, and round each layer's weights before the next layer runs.
 
@@ -59,8 +58,7 @@ def round_layers(
         schemes: scheme of each module whose weight is quantized, by name in the checkpoint.
         calibration: calibration data.
         staging: partial folder that keeps each finished layer; a layer that it has kept is only run.
-        finish: function called with each rounded layer before the next layer runs.
-        batch_tokens: number of tokens per batch, at least one window.
+        finish: function called with each rounded layer before the next layer runs. Each of its batches is a window.
 
     Returns:
         Codes and scales of all rounded weights in the layers.
@@ -70,9 +68,10 @@ def round_layers(
     """
     model, ids = build_model(source, torch.float32), calibration.ids
     store, made = ActivationStore(), dict[str, Made]()
+    tokens = ids.shape[1] if finish else BATCH_TOKENS
     with torch.no_grad():
         runner = model.new_layer_runner(ids.shape[1])
-        states: States = [store.keep(runner.embed(batch)) for batch in split_into_batches(ids, batch_tokens)]
+        states: States = [store.keep(runner.embed(batch)) for batch in split_into_batches(ids, tokens)]
         exact = list(states)
         for number, (layer, readers) in enumerate(iterate_grouped_layers(model, ids)):
             of_layer, file = dict[str, Made](), f"layer-{number}.safetensors"
