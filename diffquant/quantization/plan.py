@@ -192,9 +192,8 @@ def plan_quantization(
         GroupSizeError: a group size does not divide the width of some tensors.
         UsageError: see `checked_schemes`.
     """
-    # A 16-bit model's folder may have one for the scales of its cache alone.
-    is_16_bit = isinstance(source, Source) and not source.packed
-    if (entry := source.checkpoint.config.get("quantization_config")) is not None and not is_16_bit:
+    entry = source.checkpoint.config.get("quantization_config")
+    if entry is not None and not (isinstance(source, Source) and source.has_only_cache_scales):
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise CheckpointError(
             f"{source.path} is quantized already ({method}): rounding twice only adds error; "
