@@ -84,6 +84,7 @@ class QuantizationPlan:
         run_dtype: dtype that the model runs in, or None if unpacked matrices are stored in that dtype.
         notes: messages, such as about the recipe that the source records.
         cache_scales: scales of the cache that are stored for engines, by name of their tensors.
+        stock_names: name in stock transformers of packed modules, by name in the destination.
     """
 
     checkpoint: Checkpoint
@@ -94,6 +95,7 @@ class QuantizationPlan:
     run_dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
     cache_scales: Mapping[str, float] = field(default_factory=dict)
+    stock_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def packed(self) -> list[PlannedTensor]:
@@ -106,13 +108,17 @@ class QuantizationPlan:
 
     @property
     def written_schemes(self) -> dict[str, Scheme]:
-        """Scheme of each packed module, by name in the destination."""
-        return {part.module: tensor.scheme for tensor in self.tensors for part in tensor.parts}
+        """Scheme of each packed module, by name in the destination and by name in stock transformers."""
+        return self._with_stock_names({part.module: each.scheme for each in self.tensors for part in each.parts})
 
     @property
     def written_inputs(self) -> dict[str, Scheme]:
-        """Scheme of the inputs of each module whose inputs are rounded, by name in the destination."""
-        return {part.module: t.inputs for t in self.tensors if t.inputs.quantizes for part in t.parts}
+        """Scheme of the inputs of each module whose inputs are rounded, by the same names."""
+        rounded = [tensor for tensor in self.tensors if tensor.inputs.quantizes]
+        return self._with_stock_names({part.module: each.inputs for each in rounded for part in each.parts})
+
+    def _with_stock_names(self, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+        return {self.stock_names.get(module, module): scheme for module, scheme in schemes.items()} | schemes
 
     @property
     def written_linears(self) -> list[str]:

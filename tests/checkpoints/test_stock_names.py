@@ -1,0 +1,132 @@
+"""Models quantized by name whose tensors stock transformers renames or converts while it loads them."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from diffquant.checkpoints.compressed_tensors import packed_shapes, unpack_parts
+from diffquant.checkpoints.weight_source import PackingRules, open_weights
+from diffquant.quantization.quantize import quantize
+from diffquant.recipe import Recipe
+from tests.support.oracles import agrees
+from tests.support.tables import in_one_test
+
+IDS = torch.arange(3, 30)[None]
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_experts": 4}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LATENT |= {"num_key_value_heads": 4}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
+# Their modules have other names than their tensors: those of towers, shared experts, a kept norm's matrices and a head.
+RENAMED = {
+    "LlavaForConditionalGeneration": {
+        "text_config": SIZES | {"model_type": "llama"},
+        "vision_config": VISION | {"model_type": "clip_vision_model", "patch_size": 14},
+        "image_token_index": 95,
+    },
+    "HYV3ForCausalLM": SIZES | EXPERTS | {"mlp_layer_types": ["dense", "sparse"]},
+    "AXK2ForCausalLM": SIZES | EXPERTS | LATENT | {
+        "mlp_layer_types": ["dense", "sparse"], "index_head_dim": 16,
+    },
+    "UltrabertForMaskedLM": SIZES | {"layer_types": ["sliding_attention"] * 2},
+}  # fmt: skip
+# Weights that it splits or has in one tensor of all experts, and those that it joins.
+CONVERTED = {"NomicBertForMaskedLM": SIZES, "Mistral4ForCausalLM": SIZES | EXPERTS | LATENT | {"head_dim": 32}}
+MIXTURE = "Qwen3MoeForCausalLM", SIZES | EXPERTS | {"decoder_sparse_step": 1}
+
+
+def written(folder, name, sizes):
+    """The class of a random model, and the folder that it is saved in."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**sizes)).to(torch.bfloat16)
+    model.save_pretrained(folder / "plain")
+    return kind
+
+
+def packed(folder, recipe, keep=()):
+    source = open_weights(folder / "plain", PackingRules.read(keep=keep))
+    return quantize(source, folder / "low", recipe, overwrite=True).notes
+
+
+def opened(kind, folder):
+    model, loading = kind.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(loading.values())
+    return model.eval()
+
+
+def of_decoded(kind, folder):
+    """The plain model of what a quantized folder's codes say."""
+    plain, stored = load_file(folder / "plain/model.safetensors"), load_file(folder / "low/model.safetensors")
+    for module, scheme in open_weights(folder / "low").packed.items():
+        shape = plain[f"{module}.weight"].shape
+        parts = {suffix: stored[module + suffix] for suffix in packed_shapes(shape, scheme)}
+        plain[f"{module}.weight"] = unpack_parts(parts, shape, scheme).bfloat16()
+    (folder / "decoded").mkdir(exist_ok=True)
+    (folder / "decoded/config.json").write_bytes((folder / "plain/config.json").read_bytes())
+    save_file(plain, folder / "decoded/model.safetensors", metadata={"format": "pt"})
+    return opened(kind, folder / "decoded")
+
+
+def half_of(folder):
+    """Overrides for every second Linear, of every kind, but for routed experts, which transformers unpacks alike."""
+    linears = [name for name in open_weights(folder / "plain").linears if not re.search(r"experts\.\d", name)]
+    return dict.fromkeys(sorted(linears)[::2], "8:row")
+
+
+@in_one_test(("name", "sizes"), [case for case in RENAMED.items() if hasattr(transformers, case[0])])
+def test_stock_transformers_finds_modules_that_it_renames(tmp_path, name, sizes):
+    kind = written(tmp_path, name, sizes)
+    for recipe in (Recipe.of(weights="8:row"), Recipe.of(weights="4:g32", overrides=half_of(tmp_path))):
+        assert not packed(tmp_path, recipe)
+        theirs, ours = opened(kind, tmp_path / "low"), of_decoded(kind, tmp_path)
+        agrees("transformers", f"{name}: logits", theirs(IDS).logits, ours(IDS).logits)
+
+
+@in_one_test(("name", "sizes"), CONVERTED.items())
+def test_a_note_names_weights_that_transformers_cannot_convert_if_they_are_packed(tmp_path, name, sizes):
+    kind = written(tmp_path, name, sizes)
+    (note,) = packed(tmp_path, Recipe.of(weights="8:row"))
+    with pytest.raises((RuntimeError, AssertionError)):
+        opened(kind, tmp_path / "low")
+    assert not packed(tmp_path, Recipe.of(weights="8:row"), tuple(re.findall("keep='(.*?)'", note)))
+    agrees(
+        "transformers",
+        f"{name}: logits",
+        opened(kind, tmp_path / "low")(IDS).logits,
+        of_decoded(kind, tmp_path)(IDS).logits,
+    )
+
+
+def test_a_note_names_weights_that_transformers_takes_for_packed_ones(tmp_path):
+    kind = written(tmp_path, *MIXTURE)
+    (note,) = packed(tmp_path, Recipe.of(weights="8:row"), ("*experts*",))
+    assert re.search(r"takes model\.layers\.\*\.mlp\.experts\.\*\.down_proj\.weight.*'e4m3:channel'", note)
+    with pytest.raises((RuntimeError, AssertionError)):
+        opened(kind, tmp_path / "low")
+    assert not packed(tmp_path, Recipe.of(weights="e4m3:channel"), ("*experts*",))
+    opened(kind, tmp_path / "low")
+
+
+@in_one_test("change", [{"model_type": "another"}, {"architectures": ["Unknown"]}, {"text_config": 1}])
+def test_names_are_those_of_the_checkpoint_if_transformers_does_not_have_the_model(tmp_path, change):
+    written(tmp_path, "LlavaForConditionalGeneration", RENAMED["LlavaForConditionalGeneration"])
+    file = tmp_path / "plain/config.json"
+    for added, renamed in (({}, True), (change, False)):
+        file.write_text(json.dumps(json.loads(file.read_text()) | added))
+        packed(tmp_path, Recipe.of(weights="4:g32", overrides=half_of(tmp_path)))
+        assert (r"re:model\\.language_model" in (tmp_path / "low/config.json").read_text()) == renamed
