@@ -83,6 +83,7 @@ def quantized_card(
     lines += _left_out(left_out)
     stacked = f"{_EXPERTS}\n" if plan.has_stacked_experts else ""
     lines.append((_NOT_RUN if plan.rules else _RUN) + stacked)
+    lines += [f"{markdown_text(note[:1].upper() + note[1:])}.\n" for note in plan.stock_notes]
     return "\n".join(lines)
 
 

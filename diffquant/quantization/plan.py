@@ -85,6 +85,7 @@ class QuantizationPlan:
         notes: messages, such as about the recipe that the source records.
         cache_scales: scales of the cache that are stored for engines, by name of their tensors.
         stock_names: name in stock transformers of packed modules, by name in the destination.
+        stock_notes: messages about weights that stock transformers cannot read; they are among `notes`.
     """
 
     checkpoint: Checkpoint
@@ -96,6 +97,7 @@ class QuantizationPlan:
     notes: tuple[str, ...] = ()
     cache_scales: Mapping[str, float] = field(default_factory=dict)
     stock_names: Mapping[str, str] = field(default_factory=dict)
+    stock_notes: tuple[str, ...] = ()
 
     @property
     def packed(self) -> list[PlannedTensor]:
@@ -117,7 +119,7 @@ class QuantizationPlan:
         rounded = [tensor for tensor in self.tensors if tensor.inputs.quantizes]
         return self._with_stock_names({part.module: each.inputs for each in rounded for part in each.parts})
 
-    def _with_stock_names(self, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    def _with_stock_names(self, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
         return {self.stock_names.get(module, module): scheme for module, scheme in schemes.items()} | schemes
 
     @property

@@ -7,7 +7,7 @@ Source: transformers 5.16 to 5.24, conversion_mapping.py, core_model_loading.py 
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.quantization.plan import QuantizationPlan
+from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import first_few, option_name
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
     if (loader := _make_loader(plan.checkpoint, suffixes)) is None:
         return plan
     stock_names: dict[str, str] = {}
+    joined: dict[Scheme, str] = {}
     unread: list[str] = []
     unpacked: dict[str, _Place] = {}
     # In the order in which transformers loads them, on which some of its conversions depend.
@@ -49,17 +51,23 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
             module, alone = loader.find_linear(stored[part.module]), loader.place(f"{part.module}.weight")
             if module is not None:
                 stock_names[part.module] = module
+            elif alone.parameters and loader.unpacks(alone.converter, loader.linears):
+                joined.setdefault(tensor.scheme, part.module)
             # A note on experts of one tensor is among the plan's already.
-            elif len(part.shape) > 2 or loader.unpacks(alone.converter, loader.linears):
-                continue
-            elif place.parameters or alone.parameters:
+            elif (place.parameters or alone.parameters) and len(part.shape) == 2:
                 unread.append(tensor.name)
     packed = set(stock_names.values())
     taken = [n for n, place in unpacked.items() if place.parameters and loader.unpacks(place.converter, packed)]
     others = [_module(parameter) for place in unpacked.values() for parameter in place.parameters]
     others = [module for module in others if module in loader.linears]
-    notes = (*plan.notes, *_unread_note(unread), *(_split_note(loader, packed) or _taken_note(plan, taken)))
-    return replace(plan, stock_names=stock_names, linears=(*plan.linears, *others, *packed), notes=notes)
+    notes = (*_unread_note(unread), *_joined_note(joined), *(_split_note(loader, packed) or _taken_note(plan, taken)))
+    return replace(
+        plan,
+        stock_names=stock_names,
+        linears=(*plan.linears, *others, *packed),
+        notes=(*plan.notes, *notes),
+        stock_notes=notes,
+    )
 
 
 def _unread_note(names: list[str]) -> list[str]:
@@ -67,6 +75,17 @@ def _unread_note(names: list[str]) -> list[str]:
     why = "transformers converts some weights while it loads them, and refuses them or fills them with random numbers"
     return (
         [f"{why} where it cannot do so because they are packed; to load the folder there, give {keep}"] if keep else []
+    )
+
+
+def _joined_note(examples: Mapping[Scheme, str]) -> list[str]:
+    listed = first_few((f"{scheme} ({module})" for scheme, module in examples.items()), " and ")
+    which = f"transformers (5.24) unpacks all experts by one scheme, but these have {listed}"
+    alike = option_name("overrides", f"*.experts.*={next(iter(examples), '')}")
+    return (
+        [f"{which}, so that some become wrong or are refused; to load the folder there, give {alike}"]
+        if len(examples) > 1
+        else []
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import ConversionOps
 
 from diffquant.checkpoints.compressed_tensors import packed_shapes, unpack_parts
 from diffquant.checkpoints.weight_source import PackingRules, open_weights
@@ -82,6 +83,11 @@ def of_decoded(kind, folder):
     return opened(kind, folder / "decoded")
 
 
+def compare_logits(kind, folder):
+    theirs, ours = opened(kind, folder / "low"), of_decoded(kind, folder)
+    agrees("transformers", f"{kind.__name__}: logits", theirs(IDS).logits, ours(IDS).logits)
+
+
 def half_of(folder):
     """Overrides for every second Linear, of every kind, but for routed experts, which transformers unpacks alike."""
     linears = [name for name in open_weights(folder / "plain").linears if not re.search(r"experts\.\d", name)]
@@ -93,23 +99,18 @@ def test_stock_transformers_finds_modules_that_it_renames(tmp_path, name, sizes)
     kind = written(tmp_path, name, sizes)
     for recipe in (Recipe.of(weights="8:row"), Recipe.of(weights="4:g32", overrides=half_of(tmp_path))):
         assert not packed(tmp_path, recipe)
-        theirs, ours = opened(kind, tmp_path / "low"), of_decoded(kind, tmp_path)
-        agrees("transformers", f"{name}: logits", theirs(IDS).logits, ours(IDS).logits)
+        compare_logits(kind, tmp_path)
 
 
 @in_one_test(("name", "sizes"), CONVERTED.items())
 def test_a_note_names_weights_that_transformers_cannot_convert_if_they_are_packed(tmp_path, name, sizes):
     kind = written(tmp_path, name, sizes)
     (note,) = packed(tmp_path, Recipe.of(weights="8:row"))
+    assert note[1:60] in (tmp_path / "low/README.md").read_text()
     with pytest.raises((RuntimeError, AssertionError)):
         opened(kind, tmp_path / "low")
     assert not packed(tmp_path, Recipe.of(weights="8:row"), tuple(re.findall("keep='(.*?)'", note)))
-    agrees(
-        "transformers",
-        f"{name}: logits",
-        opened(kind, tmp_path / "low")(IDS).logits,
-        of_decoded(kind, tmp_path)(IDS).logits,
-    )
+    compare_logits(kind, tmp_path)
 
 
 def test_a_note_names_weights_that_transformers_takes_for_packed_ones(tmp_path):
@@ -120,6 +121,28 @@ def test_a_note_names_weights_that_transformers_takes_for_packed_ones(tmp_path):
         opened(kind, tmp_path / "low")
     assert not packed(tmp_path, Recipe.of(weights="e4m3:channel"), ("*experts*",))
     opened(kind, tmp_path / "low")
+
+
+def test_a_note_says_that_transformers_refuses_packed_models_of_which_it_splits_a_weight(tmp_path):
+    kind = written(tmp_path, "HrmTextForCausalLM", SIZES)
+    (note,) = packed(tmp_path, Recipe.of(weights="e4m3:channel"), ("*.gqkv_proj.*", "*.gate_up_proj.*"))
+    assert "refuses this folder, since it cannot split mlp.gate_up_proj.weight" in note
+    if hasattr(ConversionOps, "supports_many_to_many"):
+        with pytest.raises(ValueError, match="you can only have one to many"):
+            opened(kind, tmp_path / "low")
+
+
+@in_one_test("other", ["6:g32", "4:g16", "8:row"])
+def test_a_note_names_experts_of_several_schemes_which_transformers_unpacks_by_one(tmp_path, other):
+    kind = written(tmp_path, *MIXTURE)
+    (note,) = packed(tmp_path, Recipe.of(weights="4:g32", overrides={"*.down_proj": other}))
+    first = rf"{other} \(model\.layers\.0\.mlp\.experts\.0\.down_proj\) and 4:g32 \(.*gate_proj\).*"
+    assert re.search(first + rf"give overrides='\*\.experts\.\*={other}'", note)
+    with pytest.raises((RuntimeError, AssertionError)):
+        compare_logits(kind, tmp_path)
+    alike = Recipe.of(weights="4:g32", overrides={"*.experts.*": other, "*.q_proj": "8:row"})
+    assert not packed(tmp_path, alike)
+    compare_logits(kind, tmp_path)
 
 
 @in_one_test("change", [{"model_type": "another"}, {"architectures": ["Unknown"]}, {"text_config": 1}])
