@@ -84,7 +84,7 @@ class QuantizationPlan:
         run_dtype: dtype that the model runs in, or None if unpacked matrices are stored in that dtype.
         notes: messages, such as about the recipe that the source records.
         cache_scales: scales of the cache that are stored for engines, by name of their tensors.
-        stock_names: name in stock transformers of packed modules, by name in the destination.
+        stock_names: names in stock transformers of packed modules, by name in the destination.
         stock_notes: messages about weights that stock transformers cannot read; they are among `notes`.
     """
 
@@ -96,7 +96,7 @@ class QuantizationPlan:
     run_dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
     cache_scales: Mapping[str, float] = field(default_factory=dict)
-    stock_names: Mapping[str, str] = field(default_factory=dict)
+    stock_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     stock_notes: tuple[str, ...] = ()
 
     @property
@@ -120,7 +120,9 @@ class QuantizationPlan:
         return self._with_stock_names({part.module: each.inputs for each in rounded for part in each.parts})
 
     def _with_stock_names(self, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
-        return {self.stock_names.get(module, module): scheme for module, scheme in schemes.items()} | schemes
+        return {
+            name: scheme for module, scheme in schemes.items() for name in self.stock_names.get(module, ())
+        } | schemes
 
     @property
     def written_linears(self) -> list[str]:

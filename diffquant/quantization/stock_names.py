@@ -35,7 +35,7 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
     suffixes = {output.name.rpartition(".")[2] for tensor in plan.packed for output in tensor.outputs}
     if (loader := _make_loader(plan.checkpoint, suffixes)) is None:
         return plan
-    stock_names: dict[str, str] = {}
+    stock_names: dict[str, list[str]] = {}
     joined: dict[Scheme, str] = {}
     unread: list[str] = []
     unpacked: dict[str, _Place] = {}
@@ -50,16 +50,17 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
         for part in tensor.parts:
             module, alone = loader.find_linear(stored[part.module]), loader.place(f"{part.module}.weight")
             if module is not None:
-                stock_names[part.module] = module
+                stock_names[part.module] = [module]
             elif alone.parameters and loader.unpacks(alone.converter, loader.linears):
                 joined.setdefault(tensor.scheme, part.module)
             # A note on experts of one tensor is among the plan's already.
             elif (place.parameters or alone.parameters) and len(part.shape) == 2:
                 unread.append(tensor.name)
-    packed = set(stock_names.values())
+                # So that transformers refuses them, or reads those that it can, as 8-bit floats.
+                stock_names[part.module] = loader.linears_of(alone if alone.parameters else place)
+    packed = {name for names in stock_names.values() for name in names}
     taken = [n for n, place in unpacked.items() if place.parameters and loader.unpacks(place.converter, packed)]
-    others = [_module(parameter) for place in unpacked.values() for parameter in place.parameters]
-    others = [module for module in others if module in loader.linears]
+    others = [name for place in unpacked.values() for name in loader.linears_of(place)]
     notes = (*_unread_note(unread), *_joined_note(joined), *(_split_note(loader, packed) or _taken_note(plan, taken)))
     return replace(
         plan,
@@ -183,6 +184,11 @@ class _Loader:
         first, *_ = targets = converter.target_patterns if converter else [key]
         keys = (key.replace(first, target, 1) for target in targets)
         return _Place(tuple(each for each in keys if each in self.known), converter)
+
+    def linears_of(self, place: _Place) -> list[str]:
+        """Return the Linears whose weights a tensor becomes."""
+        modules = [name.removesuffix(".weight") for name in place.parameters]
+        return [module for module in modules if module in self.linears]
 
     def find_linear(self, names: list[str]) -> str | None:
         """Return the Linear that the tensors of a packed weight are loaded into, or None if there is no such Linear."""
