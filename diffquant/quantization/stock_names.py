@@ -7,9 +7,9 @@ Source: transformers 5.16 to 5.24, conversion_mapping.py, core_model_loading.py 
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,82 +32,70 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
     Args:
         plan: a plan whose weights were chosen by name.
     """
-    suffixes = {output.name.rpartition(".")[2] for tensor in plan.packed for output in tensor.outputs}
-    if (loader := _make_loader(plan.checkpoint, suffixes)) is None:
+    loader = _make_loader(plan.checkpoint, {_last_part(each.name) for tensor in plan.packed for each in tensor.outputs})
+    if loader is None:
         return plan
     stock_names: dict[str, list[str]] = {}
-    joined: dict[Scheme, str] = {}
+    unpacked: dict[str, tuple[list[str], WeightConverter | None]] = {}
     unread: list[str] = []
-    unpacked: dict[str, _Place] = {}
+    joined: dict[Scheme, str] = {}
     # In the order in which transformers loads them, on which some of its conversions depend.
     for tensor in sorted(plan.tensors, key=lambda tensor: tensor.name):
         place = loader.place(tensor.name)
         if not tensor.parts:
             unpacked[tensor.name] = place
-        stored: dict[str, list[str]] = {}
-        for output in tensor.outputs:
-            stored.setdefault(_module(output.name), []).append(output.name)
+        suffixes = {_last_part(output.name) for output in tensor.outputs}
         for part in tensor.parts:
-            module, alone = loader.find_linear(stored[part.module]), loader.place(f"{part.module}.weight")
-            if module is not None:
-                stock_names[part.module] = [module]
-            elif alone.parameters and loader.unpacks(alone.converter, loader.linears):
+            parameters, converter = loader.place(f"{part.module}.weight")
+            # Targets even if they cannot be read, so that transformers refuses them.
+            found = stock_names[part.module] = loader.linears_of(parameters)
+            if not found and parameters and loader.unpacks(converter, loader.linears):
                 joined.setdefault(tensor.scheme, part.module)
-            # A note on experts of one tensor is among the plan's already.
-            elif (place.parameters or alone.parameters) and len(part.shape) == 2:
+            elif len(part.shape) == 2 and (parameters or place[0]) and not loader.renames(part.module, found, suffixes):
                 unread.append(tensor.name)
-                # So that transformers refuses them, or reads those that it can, as 8-bit floats.
-                stock_names[part.module] = loader.linears_of(alone if alone.parameters else place)
     packed = {name for names in stock_names.values() for name in names}
-    taken = [n for n, place in unpacked.items() if place.parameters and loader.unpacks(place.converter, packed)]
-    others = [name for place in unpacked.values() for name in loader.linears_of(place)]
-    notes = (*_unread_note(unread), *_joined_note(joined), *(_split_note(loader, packed) or _taken_note(plan, taken)))
-    return replace(
-        plan,
-        stock_names=stock_names,
-        linears=(*plan.linears, *others, *packed),
-        notes=(*plan.notes, *notes),
-        stock_notes=notes,
-    )
+    others = [name for parameters, _ in unpacked.values() for name in loader.linears_of(parameters)]
+    taken = [n for n, (parameters, change) in unpacked.items() if parameters and loader.unpacks(change, packed)]
+    if all(tensor.scheme.format.is_native for tensor in plan.packed):
+        taken = []
+    notes = _describe(unread, joined, loader.split_patterns(packed), taken)
+    linears = (*plan.linears, *others, *packed)
+    return replace(plan, stock_names=stock_names, linears=linears, notes=(*plan.notes, *notes), stock_notes=notes)
 
 
-def _unread_note(names: list[str]) -> list[str]:
-    keep = first_few((option_name("keep", pattern) for pattern in _patterns(names)), " ")
-    why = "transformers converts some weights while it loads them, and refuses them or fills them with random numbers"
-    return (
-        [f"{why} where it cannot do so because they are packed; to load the folder there, give {keep}"] if keep else []
-    )
+def _describe(unread: list[str], joined: Mapping[Scheme, str], split: list[str], taken: list[str]) -> tuple[str, ...]:
+    """Return the notes on weights that transformers cannot read.
 
-
-def _joined_note(examples: Mapping[Scheme, str]) -> list[str]:
-    listed = first_few((f"{scheme} ({module})" for scheme, module in examples.items()), " and ")
-    which = f"transformers (5.24) unpacks all experts by one scheme, but these have {listed}"
-    alike = option_name("overrides", f"*.experts.*={next(iter(examples), '')}")
-    return (
-        [f"{which}, so that some become wrong or are refused; to load the folder there, give {alike}"]
-        if len(examples) > 1
-        else []
-    )
-
-
-def _taken_note(plan: QuantizationPlan, names: list[str]) -> list[str]:
-    if all(tensor.scheme.format.is_native for tensor in plan.packed) or not names:
-        return []
-    return [
-        f"transformers takes {first_few(_patterns(names), ', ')} for packed weights, which they are not, and refuses "
-        f"the folder or fills them with random numbers; it reads them beside {option_name('weights', 'e4m3:channel')}"
-    ]
-
-
-def _split_note(loader: "_Loader", packed: Collection[str]) -> list[str]:
-    split = [each.source_patterns[0] for each in loader.converters if _splits(each) and loader.unpacks(each, packed)]
-    what = f"it cannot split {first_few(split, ', ')} in a model with packed weights"
-    return [f"transformers (5.24) refuses this folder, since {what}"] if split else []
-
-
-def _splits(converter: "WeightConverter") -> bool:
-    is_whole = any(getattr(operation, "supports_many_to_many", False) for operation in converter.operations)
-    return len(converter.target_patterns) > 1 and not is_whole
+    Args:
+        unread: packed tensors that it converts as if they were not packed, or looks for elsewhere.
+        joined: an example of experts that it joins, by scheme.
+        split: patterns of names of tensors that it would split.
+        taken: tensors that are not packed, and which it would unpack.
+    """
+    notes = []
+    if unread:
+        keep = first_few((option_name("keep", pattern) for pattern in _patterns(unread)), " ")
+        notes.append(
+            "transformers converts some weights while it loads them, and refuses them or fills them with random "
+            f"numbers where it cannot do so because they are packed; to load the folder there, give {keep}"
+        )
+    if len(joined) > 1:
+        schemes = first_few((f"{scheme} ({module})" for scheme, module in joined.items()), " and ")
+        notes.append(
+            f"transformers (5.24) unpacks all experts by one scheme, but these have {schemes}, so that some become "
+            "wrong or are refused; to load the folder there, give "
+            + option_name("overrides", f"*.experts.*={next(iter(joined))}")
+        )
+    if split:
+        what = f"it cannot split {first_few(split, ', ')} in a model with packed weights"
+        notes.append(f"transformers (5.24) refuses this folder, since {what}")
+    elif taken:
+        notes.append(
+            f"transformers takes {first_few(_patterns(taken), ', ')} for packed weights, which they are not, and "
+            "refuses the folder or fills them with random numbers; it reads them beside "
+            + option_name("weights", "e4m3:channel")
+        )
+    return tuple(notes)
 
 
 def _patterns(names: list[str]) -> list[str]:
@@ -115,8 +103,8 @@ def _patterns(names: list[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _make_loader(checkpoint: Checkpoint, suffixes: set[str]) -> "_Loader | None":
@@ -132,26 +120,13 @@ def _make_loader(checkpoint: Checkpoint, suffixes: set[str]) -> "_Loader | None"
         settings = kind.from_pretrained(checkpoint.path, local_files_only=True)
         architecture = getattr(transformers, str((checkpoint.config.get("architectures") or [""])[0]), None)
         with torch.device("meta"):
-            model = (architecture or MODEL_FOR_CAUSAL_LM_MAPPING[kind])(settings)
-        loader = _Loader(model, suffixes)
+            loader = _Loader((architecture or MODEL_FOR_CAUSAL_LM_MAPPING[kind])(settings), suffixes)
         loader.place("")
     except Exception:  # a model's code may raise anything at settings of another version
         return None
     finally:
         logging.set_verbosity(verbosity)
     return loader
-
-
-class _Place(NamedTuple):
-    """What a tensor of a checkpoint becomes.
-
-    Attributes:
-        parameters: names of the model's parameters that are made of it; empty if transformers leaves it out.
-        converter: what joins, splits or changes it; None if it is at most renamed.
-    """
-
-    parameters: tuple[str, ...]
-    converter: "WeightConverter | None"
 
 
 class _Loader:
@@ -161,7 +136,7 @@ class _Loader:
         """Collect the names of a model's parameters.
 
         Args:
-            suffixes: ends of the names of the tensors that store a packed weight, such as "weight_scale".
+            suffixes: last parts of the names of the tensors that store packed weights, such as "weight_scale".
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -175,28 +150,24 @@ class _Loader:
         self.renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self.converters = [change for change in changes if isinstance(change, WeightConverter)]
 
-    def place(self, name: str) -> _Place:
-        """Return what a tensor becomes."""
+    def place(self, name: str) -> "tuple[list[str], WeightConverter | None]":
+        """Return the parameters that are made of a tensor, if any, and what converts it, unless it is only renamed."""
         key, pattern = self.rename(name, self.renamings, self.converters, self.prefix, self.known)
         if key not in self.known and name in self.known:
             key, pattern = name, None
         converter = next((each for each in self.converters if pattern in each.source_patterns), None)
         first, *_ = targets = converter.target_patterns if converter else [key]
-        keys = (key.replace(first, target, 1) for target in targets)
-        return _Place(tuple(each for each in keys if each in self.known), converter)
+        return [name for target in targets if (name := key.replace(first, target, 1)) in self.known], converter
 
-    def linears_of(self, place: _Place) -> list[str]:
-        """Return the Linears whose weights a tensor becomes."""
-        modules = [name.removesuffix(".weight") for name in place.parameters]
+    def linears_of(self, parameters: Iterable[str]) -> list[str]:
+        """Return the Linears whose weights are among some parameters."""
+        modules = [name.removesuffix(".weight") for name in parameters]
         return [module for module in modules if module in self.linears]
 
-    def find_linear(self, names: list[str]) -> str | None:
-        """Return the Linear that the tensors of a packed weight are loaded into, or None if there is no such Linear."""
-        places = [self.place(name) for name in names]
-        modules = {_module(parameter) for place in places for parameter in place.parameters or ("",)}
-        if any(place.converter for place in places) or len(modules) > 1 or not modules <= self.linears:
-            return None
-        return modules.pop()
+    def renames(self, module: str, linears: list[str], suffixes: Collection[str]) -> bool:
+        """Return whether all tensors of a packed module become those of one Linear, under its name."""
+        places = {suffix: self.place(f"{module}.{suffix}") for suffix in suffixes}
+        return len(linears) == 1 and all(place == ([f"{linears[0]}.{n}"], None) for n, place in places.items())
 
     def unpacks(self, converter: "WeightConverter | None", linears: Collection[str]) -> bool:
         """Return whether transformers unpacks tensors before it converts them, as it does with experts.
@@ -208,3 +179,12 @@ class _Loader:
             return False
         end = converter.target_patterns[0].rpartition(r"\1")[2]
         return not any(f"{name}.weight".endswith(end) for name in linears)
+
+    def split_patterns(self, linears: Collection[str]) -> list[str]:
+        """Return patterns of the names of tensors that transformers cannot both unpack and split."""
+        split = [each for each in self.converters if len(each.target_patterns) > 1 and self.unpacks(each, linears)]
+        return [
+            each.source_patterns[0]
+            for each in split
+            if not any(getattr(operation, "supports_many_to_many", False) for operation in each.operations)
+        ]
