@@ -7,9 +7,10 @@ Source: transformers 5.16 to 5.24, conversion_mapping.py, core_model_loading.py 
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
 
+# More layers or experts than any model has whose tensors are fewer.
+_MANY = 1000
+
+
 def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
     """Return a plan with the modules' names in stock transformers, and notes on weights that it cannot read.
 
@@ -32,6 +37,9 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
     Args:
         plan: a plan whose weights were chosen by name.
     """
+    # Settings that no model of these tensors has could make building it endless.
+    if any(count > max(len(plan.tensors), _MANY) for count in _counts(plan.checkpoint.config)):
+        return plan
     loader = _make_loader(plan.checkpoint, {_last_part(each.name) for tensor in plan.packed for each in tensor.outputs})
     if loader is None:
         return plan
@@ -103,6 +111,15 @@ def _patterns(names: list[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 
+def _counts(config: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the numbers of layers and experts in a config.json."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _counts(value)
+        elif isinstance(value, int) and re.search("(layers?|depth|blocks|experts)$", key):
+            yield value
+
+
 def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
@@ -117,9 +134,9 @@ def _make_loader(checkpoint: Checkpoint, suffixes: set[str]) -> "_Loader | None"
     logging.set_verbosity_error()
     try:
         kind = transformers.CONFIG_MAPPING[checkpoint.config["model_type"]]
-        settings = kind.from_pretrained(checkpoint.path, local_files_only=True)
         architecture = getattr(transformers, str((checkpoint.config.get("architectures") or [""])[0]), None)
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            settings = kind.from_pretrained(checkpoint.path, local_files_only=True)
             loader = _Loader((architecture or MODEL_FOR_CAUSAL_LM_MAPPING[kind])(settings), suffixes)
         loader.place("")
     except Exception:  # a model's code may raise anything at settings of another version

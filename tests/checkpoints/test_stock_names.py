@@ -145,7 +145,10 @@ def test_a_note_names_experts_of_several_schemes_which_transformers_unpacks_by_o
     compare_logits(kind, tmp_path)
 
 
-@in_one_test("change", [{"model_type": "another"}, {"architectures": ["Unknown"]}, {"text_config": 1}])
+ENDLESS = {"text_config": SIZES | {"model_type": "llama", "num_hidden_layers": 10**9}}
+
+
+@in_one_test("change", [{"model_type": "another"}, {"architectures": ["Unknown"]}, {"text_config": 1}, ENDLESS])
 def test_names_are_those_of_the_checkpoint_if_transformers_does_not_have_the_model(tmp_path, change):
     written(tmp_path, "LlavaForConditionalGeneration", RENAMED["LlavaForConditionalGeneration"])
     file = tmp_path / "plain/config.json"
