@@ -46,6 +46,7 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
     stock_names: dict[str, list[str]] = {}
     unpacked: dict[str, tuple[list[str], WeightConverter | None]] = {}
     unread: list[str] = []
+    cut: list[str] = []
     joined: dict[Scheme, str] = {}
     # In the order in which transformers loads them, on which some of its conversions depend.
     for tensor in sorted(plan.tensors, key=lambda tensor: tensor.name):
@@ -59,6 +60,8 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
             found = stock_names[part.module] = loader.linears_of(parameters)
             if not found and parameters and loader.unpacks(converter, loader.linears):
                 joined.setdefault(tensor.scheme, part.module)
+            elif found and converter is not None and loader.works_on_rows(converter):
+                cut += [] if _is_stored_by_row(tensor.scheme) else [tensor.module]
             elif len(part.shape) == 2 and (parameters or place[0]) and not loader.renames(part.module, found, suffixes):
                 unread.append(tensor.name)
     packed = {name for names in stock_names.values() for name in names}
@@ -66,16 +69,25 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
     taken = [n for n, (parameters, change) in unpacked.items() if parameters and loader.unpacks(change, packed)]
     if all(tensor.scheme.format.is_native for tensor in plan.packed):
         taken = []
-    notes = _describe(unread, joined, loader.split_patterns(packed), taken)
+    notes = _describe(unread, cut, joined, loader.split_patterns(packed), taken)
     linears = (*plan.linears, *others, *packed)
     return replace(plan, stock_names=stock_names, linears=linears, notes=(*plan.notes, *notes), stock_notes=notes)
 
 
-def _describe(unread: list[str], joined: Mapping[Scheme, str], split: list[str], taken: list[str]) -> tuple[str, ...]:
+def _is_stored_by_row(scheme: Scheme) -> bool:
+    """Return whether every tensor of a packed weight has its rows, as in 8-bit floats: integers store a shape, too."""
+    is_alone = scheme.granularity in ("row", "group") and not scheme.format.spans_tensor
+    return is_alone and not scheme.format.has_stored_shape
+
+
+def _describe(
+    unread: list[str], cut: list[str], joined: Mapping[Scheme, str], split: list[str], taken: list[str]
+) -> tuple[str, ...]:
     """Return the notes on weights that transformers cannot read.
 
     Args:
         unread: packed tensors that it converts as if they were not packed, or looks for elsewhere.
+        cut: packed modules of which it splits or joins the rows.
         joined: an example of experts that it joins, by scheme.
         split: patterns of names of tensors that it would split.
         taken: tensors that are not packed, and which it would unpack.
@@ -87,6 +99,12 @@ def _describe(unread: list[str], joined: Mapping[Scheme, str], split: list[str],
             "transformers converts some weights while it loads them, and refuses them or fills them with random "
             f"numbers where it cannot do so because they are packed; to load the folder there, give {keep}"
         )
+    if cut:
+        overrides = [option_name("overrides", f"{pattern}=e4m3:channel") for pattern in _patterns(cut)]
+        notes.append(
+            "transformers splits or joins some weights while it loads them, and refuses them or fills them with random "
+            f"numbers if they are packed as integers; to load the folder there, give {first_few(overrides, ' ')}"
+        )
     if len(joined) > 1:
         schemes = first_few((f"{scheme} ({module})" for scheme, module in joined.items()), " and ")
         notes.append(
@@ -95,8 +113,10 @@ def _describe(unread: list[str], joined: Mapping[Scheme, str], split: list[str],
             + option_name("overrides", f"*.experts.*={next(iter(joined))}")
         )
     if split:
-        what = f"it cannot split {first_few(split, ', ')} in a model with packed weights"
-        notes.append(f"transformers (5.24) refuses this folder, since {what}")
+        notes.append(
+            f"transformers (5.24) refuses this folder: in a model with packed weights it can split "
+            f"{first_few(split, ', ')} only if they are packed, too, as e4m3:channel"
+        )
     elif taken:
         notes.append(
             f"transformers takes {first_few(_patterns(taken), ', ')} for packed weights, which they are not, and "
@@ -185,6 +205,10 @@ class _Loader:
         """Return whether all tensors of a packed module become those of one Linear, under its name."""
         places = {suffix: self.place(f"{module}.{suffix}") for suffix in suffixes}
         return len(linears) == 1 and all(place == ([f"{linears[0]}.{n}"], None) for n, place in places.items())
+
+    def works_on_rows(self, converter: "WeightConverter") -> bool:
+        """Return whether a converter only splits, joins or reorders rows, which it can do with packed weights, too."""
+        return all(getattr(operation, "dim", None) == 0 for operation in converter.operations)
 
     def unpacks(self, converter: "WeightConverter | None", linears: Collection[str]) -> bool:
         """Return whether transformers unpacks tensors before it converts them, as it does with experts.

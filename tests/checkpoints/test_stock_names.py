@@ -45,7 +45,7 @@ RENAMED = {
     },
     "UltrabertForMaskedLM": SIZES | {"layer_types": ["sliding_attention"] * 2},
 }  # fmt: skip
-# Weights that it splits or has in one tensor of all experts, and those that it joins.
+# Weights that it splits, and experts that it has in one tensor.
 CONVERTED = {"NomicBertForMaskedLM": SIZES, "Mistral4ForCausalLM": SIZES | EXPERTS | LATENT | {"head_dim": 32}}
 MIXTURE = "Qwen3MoeForCausalLM", SIZES | EXPERTS | {"decoder_sparse_step": 1}
 
@@ -109,7 +109,10 @@ def test_a_note_names_weights_that_transformers_cannot_convert_if_they_are_packe
     assert note[1:60] in (tmp_path / "low/README.md").read_text()
     with pytest.raises((RuntimeError, AssertionError)):
         opened(kind, tmp_path / "low")
-    assert not packed(tmp_path, Recipe.of(weights="8:row"), tuple(re.findall("keep='(.*?)'", note)))
+    overrides = dict(re.findall("overrides='(.*?)=(.*?)'", note))
+    assert not packed(
+        tmp_path, Recipe.of(weights="8:row", overrides=overrides), tuple(re.findall("keep='(.*?)'", note))
+    )
     compare_logits(kind, tmp_path)
 
 
@@ -126,7 +129,7 @@ def test_a_note_names_weights_that_transformers_takes_for_packed_ones(tmp_path):
 def test_a_note_says_that_transformers_refuses_packed_models_of_which_it_splits_a_weight(tmp_path):
     kind = written(tmp_path, "HrmTextForCausalLM", SIZES)
     (note,) = packed(tmp_path, Recipe.of(weights="e4m3:channel"), ("*.gqkv_proj.*", "*.gate_up_proj.*"))
-    assert "refuses this folder, since it cannot split mlp.gate_up_proj.weight" in note
+    assert "refuses this folder: in a model with packed weights it can split mlp.gate_up_proj.weight" in note
     if hasattr(ConversionOps, "supports_many_to_many"):
         with pytest.raises(ValueError, match="you can only have one to many"):
             opened(kind, tmp_path / "low")
