@@ -6,16 +6,20 @@ for modules by their names in the model, and most of these conversions cannot be
 Source: transformers 5.16 to 5.24, conversion_mapping.py, core_model_loading.py and quantizers/base.py.
 """
 
+import json
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from diffquant.checkpoints.reader import Checkpoint
+from diffquant.quantization.foreign_code import remove_code_entries
 from diffquant.quantization.plan import QuantizationPlan
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.names import first_few, option_name
@@ -154,10 +158,14 @@ def _make_loader(checkpoint: Checkpoint, suffixes: set[str]) -> "_Loader | None"
     logging.set_verbosity_error()
     try:
         kind = transformers.CONFIG_MAPPING[checkpoint.config["model_type"]]
-        architecture = getattr(transformers, str((checkpoint.config.get("architectures") or [""])[0]), None)
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-            settings = kind.from_pretrained(checkpoint.path, local_files_only=True)
-            loader = _Loader((architecture or MODEL_FOR_CAUSAL_LM_MAPPING[kind])(settings), suffixes)
+        named = getattr(transformers, str((checkpoint.config.get("architectures") or [""])[0]), None)
+        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+        architecture: Any = named if is_model else MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        with TemporaryDirectory() as folder, torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            # Compiled kernels, for example, would be downloaded and run.
+            config, _ = remove_code_entries(Path(folder), checkpoint.config)
+            (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            loader = _Loader(architecture(kind.from_pretrained(folder, local_files_only=True)), suffixes)
         loader.place("")
     except Exception:  # a model's code may raise anything at settings of another version
         return None

@@ -1,6 +1,5 @@
 """Models quantized by name whose tensors stock transformers renames or converts while it loads them."""
 
-import json
 import re
 
 import pytest
@@ -13,6 +12,7 @@ from diffquant.checkpoints.compressed_tensors import packed_shapes, unpack_parts
 from diffquant.checkpoints.weight_source import PackingRules, open_weights
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
+from tests.support.checkpoints import edit_json
 from tests.support.oracles import agrees
 from tests.support.tables import in_one_test
 
@@ -151,11 +151,21 @@ def test_a_note_names_experts_of_several_schemes_which_transformers_unpacks_by_o
 ENDLESS = {"text_config": SIZES | {"model_type": "llama", "num_hidden_layers": 10**9}}
 
 
-@in_one_test("change", [{"model_type": "another"}, {"architectures": ["Unknown"]}, {"text_config": 1}, ENDLESS])
+@in_one_test("change", [{"model_type": "another"}, {"architectures": ["pipeline"]}, {"text_config": 1}, ENDLESS])
 def test_names_are_those_of_the_checkpoint_if_transformers_does_not_have_the_model(tmp_path, change):
-    written(tmp_path, "LlavaForConditionalGeneration", RENAMED["LlavaForConditionalGeneration"])
-    file = tmp_path / "plain/config.json"
-    for added, renamed in (({}, True), (change, False)):
-        file.write_text(json.dumps(json.loads(file.read_text()) | added))
-        packed(tmp_path, Recipe.of(weights="4:g32", overrides=half_of(tmp_path)))
-        assert (r"re:model\\.language_model" in (tmp_path / "low/config.json").read_text()) == renamed
+    assert has_stock_names(tmp_path, {})
+    assert not has_stock_names(tmp_path, change)
+
+
+@in_one_test("key", ["attn_implementation", "_attn_implementation_internal", "experts_implementation"])
+def test_kernels_that_a_config_names_are_not_loaded_for_the_names(tmp_path, key):
+    assert has_stock_names(
+        tmp_path, {"text_config": RENAMED["LlavaForConditionalGeneration"]["text_config"] | {key: "a/b"}}
+    )
+
+
+def has_stock_names(folder, change):
+    written(folder, "LlavaForConditionalGeneration", RENAMED["LlavaForConditionalGeneration"])
+    edit_json(folder / "plain/config.json", **change)
+    packed(folder, Recipe.of(weights="4:g32", overrides=half_of(folder)))
+    return r"re:model\\.language_model" in (folder / "low/config.json").read_text()
