@@ -27,6 +27,7 @@ _LAYOUT_VERSION = "0.20.0"
 NO_INPUTS: Mapping[str, Scheme] = MappingProxyType({})
 # Both names of the activation order, in which the inputs of a group are not neighbours.
 REORDERED = ("group", "dynamic")
+_EXPERT = re.compile(r"experts\.\d")
 _STRATEGIES = {"group": "group", "tensor_group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
 
 
@@ -50,6 +51,8 @@ def quantization_config(
     groups: dict[tuple[Scheme, Scheme], list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault((scheme, inputs.get(name, FULL)), []).append(name)
+    # transformers (5.24) unpacks experts by the first group whose targets have "experts", as in shared_experts.
+    groups = dict(sorted(groups.items(), key=lambda group: not any(map(_EXPERT.search, group[1]))))
     plain = len(groups) == 1 and set(schemes) <= set(linears)
     # A layout that other readers do not know is named where all of them look first, so that they refuse the folder.
     own = [scheme.format.layout for scheme, _ in groups if not scheme.format.is_in_compressed_tensors]

@@ -98,6 +98,11 @@ class Source:
         return str(self.checkpoint.config["model_type"])
 
     @property
+    def has_only_cache_scales(self) -> bool:
+        """Whether `quantization_config` describes only scales of the KV cache, so that the weights have 16 bits."""
+        return not self.packed and self.checkpoint.config.get("quantization_config") is not None
+
+    @property
     def architecture(self) -> Architecture:
         return self.adapter.architecture
 

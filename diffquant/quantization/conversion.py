@@ -146,8 +146,8 @@ def convert(
         read_for = " and ".join(option_name("to", each) for each in FACTORED)
         raise UsageError(f"{option_name('text')} is read only for {read_for}; leave it out")
     config = convert_config(to, opened)
-    # Without packed weights it describes scales of the cache, which may differ in the result.
-    if "quantization_config" in checkpoint.config:
+    # Scales of the cache may differ in the result.
+    if opened.packed or opened.has_only_cache_scales:
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
     target = adapter_for(config)
     factors: dict[str, Tensor] = {}

@@ -83,6 +83,7 @@ def quantized_card(
     lines += _left_out(left_out)
     stacked = f"{_EXPERTS}\n" if plan.has_stacked_experts else ""
     lines.append((_NOT_RUN if plan.rules else _RUN) + stacked)
+    lines += [f"{markdown_text(note[:1].upper() + note[1:])}.\n" for note in plan.stock_notes]
     return "\n".join(lines)
 
 
@@ -248,8 +249,9 @@ def write_descriptions(
         # Lets a command that rounds these weights again warn about it.
         recorded["rounded_as"] = plan.checkpoint.earlier_format
     config, left_out = remove_code_entries(folder, plan.checkpoint.output_config | {"diffquant_config": recorded})
-    # It describes the scales of the source's cache, which are not copied.
-    config.pop("quantization_config", None)
+    if isinstance(source, Source) and source.has_only_cache_scales:
+        # Those scales are not copied.
+        del config["quantization_config"]
     # What its authors' layout is for runs their code and not ours.
     adapter = source.adapter if isinstance(source, Source) and not plan.has_motif3_layout else None
     if adapter is not None:

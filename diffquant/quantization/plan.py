@@ -84,6 +84,8 @@ class QuantizationPlan:
         run_dtype: dtype that the model runs in, or None if unpacked matrices are stored in that dtype.
         notes: messages, such as about the recipe that the source records.
         cache_scales: scales of the cache that are stored for engines, by name of their tensors.
+        stock_names: names in stock transformers of packed modules, by name in the destination.
+        stock_notes: messages about weights that stock transformers cannot read; they are among `notes`.
     """
 
     checkpoint: Checkpoint
@@ -94,6 +96,8 @@ class QuantizationPlan:
     run_dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
     cache_scales: Mapping[str, float] = field(default_factory=dict)
+    stock_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    stock_notes: tuple[str, ...] = ()
 
     @property
     def packed(self) -> list[PlannedTensor]:
@@ -106,13 +110,19 @@ class QuantizationPlan:
 
     @property
     def written_schemes(self) -> dict[str, Scheme]:
-        """Scheme of each packed module, by name in the destination."""
-        return {part.module: tensor.scheme for tensor in self.tensors for part in tensor.parts}
+        """Scheme of each packed module, by name in the destination and by name in stock transformers."""
+        return self._with_stock_names({part.module: each.scheme for each in self.tensors for part in each.parts})
 
     @property
     def written_inputs(self) -> dict[str, Scheme]:
-        """Scheme of the inputs of each module whose inputs are rounded, by name in the destination."""
-        return {part.module: t.inputs for t in self.tensors if t.inputs.quantizes for part in t.parts}
+        """Scheme of the inputs of each module whose inputs are rounded, by the same names."""
+        rounded = [tensor for tensor in self.tensors if tensor.inputs.quantizes]
+        return self._with_stock_names({part.module: each.inputs for each in rounded for part in each.parts})
+
+    def _with_stock_names(self, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
+        return {
+            name: scheme for module, scheme in schemes.items() for name in self.stock_names.get(module, ())
+        } | schemes
 
     @property
     def written_linears(self) -> list[str]:
@@ -192,9 +202,8 @@ def plan_quantization(
         GroupSizeError: a group size does not divide the width of some tensors.
         UsageError: see `checked_schemes`.
     """
-    # A 16-bit model's folder may have one for the scales of its cache alone.
-    is_16_bit = isinstance(source, Source) and not source.packed
-    if (entry := source.checkpoint.config.get("quantization_config")) is not None and not is_16_bit:
+    entry = source.checkpoint.config.get("quantization_config")
+    if entry is not None and not (isinstance(source, Source) and source.has_only_cache_scales):
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise CheckpointError(
             f"{source.path} is quantized already ({method}): rounding twice only adds error; "

@@ -40,6 +40,7 @@ from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_qu
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.quantization.roundings.base import Magnitudes
+from diffquant.quantization.stock_names import add_stock_names
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.reports.tables import compare_size
@@ -150,6 +151,8 @@ def quantize(
     if isinstance(opened, Source):
         opened.check_special_tokens()
     plan = plan_quantization(opened, recipe, as_dtype(dtype))
+    if plan.rules is not None:
+        plan = add_stock_names(plan)
     if on_plan is not None:
         on_plan(plan)
     plan = _with_cache_scales(plan, opened, calibrate, progress)

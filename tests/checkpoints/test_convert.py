@@ -12,7 +12,7 @@ from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.quantization.conversion import convert
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from tests.support.checkpoints import contents, set_number, write_diffllama, write_llama, write_random
+from tests.support.checkpoints import contents, edit_json, set_number, write_diffllama, write_llama, write_random
 from tests.support.gguf_files import write_gguf
 
 HEAD = 8
@@ -131,6 +131,12 @@ def test_a_quantized_source_is_refused(tmp_path):
     quantize(write_llama(tmp_path / "llama"), tmp_path / "small", Recipe.of(weights="8:row"))
     with pytest.raises(CheckpointError, match="is quantized; convert its 16-bit original"):
         convert(tmp_path / "small", tmp_path / "out", "diff-v2")
+
+
+def test_a_source_whose_quantization_config_is_null_is_of_16_bits(tmp_path):
+    edit_json(write_llama(tmp_path / "llama") / "config.json", quantization_config=None)
+    convert(tmp_path / "llama", tmp_path / "out", "diff-v2")
+    assert not open_source(tmp_path / "out").has_only_cache_scales
 
 
 @pytest.mark.parametrize("to", ["diff-v2", "rotated"])
