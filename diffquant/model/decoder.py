@@ -266,9 +266,9 @@ class Decoder(PreTrainedModel):
         """Reason why the cache from `new_cache` cannot drop its newest tokens, or None if it can."""
         return None
 
-    def draft_refusal(self) -> str | None:
-        """Return why assisted decoding would change the generated tokens, or None if it does not."""
-        return self.crop_refusal or explain_step_dependence(self.recipe)
+    def explain_step_dependence(self, tokens: int) -> str | None:  # noqa: ARG002  some models look at it
+        """Return why results for up to `tokens` tokens depend on how many are read at once, or None if they do not."""
+        return explain_step_dependence(self.recipe)
 
     @abstractmethod
     def new_cache(self) -> Cache:

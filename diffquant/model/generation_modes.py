@@ -17,6 +17,8 @@ from diffquant.recipe.targets import target_of
 _GROWING = ("dynamic", "dynamic_full", "offloaded", "quantized")
 # Options, other than `assistant_model`, that turn on assisted decoding.
 _DRAFTING = ("prompt_lookup_num_tokens", "use_mtp")
+# Number of tokens that `generate` adds to the prompt if no length is set.
+_DEFAULT_NEW = 20
 # Backends by transformers' names of attention implementations.
 BACKEND_OF = {"sdpa": "auto", "eager": "naive", "flash_attention_2": "flash_attn"}
 
@@ -67,10 +69,14 @@ def resolve_setting(model: PreTrainedModel, given: Mapping[str, Any], name: str)
 
 def max_total_length(model: PreTrainedModel, given: Mapping[str, Any]) -> int:
     """Return the largest number of tokens, prompt included, that a `generate` call with arguments `given` may reach."""
+    length, new = _prompt_length(given), resolve_setting(model, given, "max_new_tokens")
+    most = resolve_setting(model, given, "max_length") if new is None else length + new
+    return length + _DEFAULT_NEW if most is None else max(length, most)
+
+
+def _prompt_length(given: Mapping[str, Any]) -> int:
     prompts = (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
-    length = next((prompt.shape[1] for prompt in prompts if prompt is not None), 0)
-    new = resolve_setting(model, given, "max_new_tokens")
-    return length + new if new is not None else max(length, resolve_setting(model, given, "max_length") or 0)
+    return next((prompt.shape[1] for prompt in prompts if prompt is not None), 0)
 
 
 def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
@@ -95,7 +101,8 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             f"cache_implementation={kind!r} allocates memory for later tokens, which this attention does not "
             f"support; leave it out, or choose {', '.join(_GROWING)}"
         )
-    if kind is not None and model.model.needs_own_cache(kind):
+    decoder = model.model
+    if kind is not None and decoder.needs_own_cache(kind):
         raise UsageError(
             f"cache_implementation={kind!r} would not store what the model's recipe requires "
             f"({_describe_cache(model.recipe)}); leave it out"
@@ -103,13 +110,15 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     is_drafted = given.get("assistant_model") is not None or any(
         resolve_setting(model, given, name) for name in _DRAFTING
     )
-    refusal = model.model.draft_refusal() if is_drafted else None
+    total = max_total_length(model, given)
+    refusal = (decoder.crop_refusal or decoder.explain_step_dependence(total)) if is_drafted else None
     if refusal is not None:
         raise UsageError(
             f"assisted decoding and prompt lookup would change the generated tokens: {refusal}; leave "
             "out assistant_model and prompt_lookup_num_tokens"
         )
-    refusal = explain_step_dependence(model.recipe) if resolve_setting(model, given, "prefill_chunk_size") else None
+    is_chunked = resolve_setting(model, given, "prefill_chunk_size")
+    refusal = decoder.explain_step_dependence(_prompt_length(given)) if is_chunked else None
     if refusal is not None:
         raise UsageError(f"prefill_chunk_size would change the generated tokens: {refusal}; leave it out")
     for drafter in (given.get("assistant_model"), model if resolve_setting(model, given, "is_assistant") else None):

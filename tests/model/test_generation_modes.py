@@ -146,6 +146,31 @@ def test_drafts_and_chunks_that_would_change_the_tokens_are_refused(said, recipe
     refused(said, model.generate, IDS, GenerationConfig(**GREEDY))
 
 
+# Settings under which angles are those of short texts up to 12 tokens.
+_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 12}
+MOVING = [
+    {"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4} | _FACTORS, "head_dim": 16},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, "max_position_embeddings": 12},
+]
+
+
+@in_one_test("changes", MOVING)
+def test_drafts_and_chunks_that_would_change_angles_are_refused(changes):
+    """Stock transformers changes them, and with them tokens, without a word."""
+    oracle = random_llama(num_key_value_heads=4, **changes)
+    model, few, drafted = ours(oracle), IDS[:, :8], {"prompt_lookup_num_tokens": 3}
+    longer, chunked = GREEDY | {"max_new_tokens": 24}, {"prefill_chunk_size": 5}
+    for ids, options in (IDS, chunked), (few, drafted):
+        expected = oracle.generate(ids, **longer)
+        assert torch.equal(model.generate(ids, **longer), expected)
+        assert not torch.equal(oracle.generate(ids, **longer, **options), expected)
+        refused("above 12 tokens the angles of RoPE", model.generate, ids, **longer, **options)
+    refused("above 12 tokens", model.generate, few, do_sample=False, pad_token_id=0, **drafted)
+    assert torch.equal(model.generate(few, **longer, **chunked), oracle.generate(few, **longer))
+    shorter = GREEDY | {"max_new_tokens": 4}
+    assert torch.equal(model.generate(few, **shorter, **drafted), oracle.generate(few, **shorter))
+
+
 def test_states_that_cannot_go_back_are_no_drafts(folders):
     phi, llama = load(folders["phi4flash"]), random_llama()
     said = "Mamba's states and this model's windowed layers do not keep earlier tokens"
