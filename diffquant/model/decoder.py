@@ -253,6 +253,11 @@ class Decoder(PreTrainedModel):
     def has_quantized_cache(self) -> bool:
         return self.recipe.quantizes_any("k", "v")
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers cache only the newest tokens."""
+        return any(rows.window is not None for rows in self.architecture.cached_shapes.values())
+
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  some models look at it
         """Return whether `generate` must use `new_cache`.
 
@@ -268,7 +273,7 @@ class Decoder(PreTrainedModel):
 
     def explain_step_dependence(self, tokens: int) -> str | None:  # noqa: ARG002  some models look at it
         """Return why results for up to `tokens` tokens depend on how many are read at once, or None if they do not."""
-        return explain_step_dependence(self.recipe)
+        return explain_step_dependence(self.recipe, self.has_windows)
 
     @abstractmethod
     def new_cache(self) -> Cache:

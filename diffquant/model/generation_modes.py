@@ -127,19 +127,26 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             raise UsageError(f"the assistant model cannot drop rejected tokens: {refusal}; choose another assistant")
 
 
-def explain_step_dependence(recipe: Recipe) -> str | None:
-    """Return why results depend on the number of tokens per step or on rejected tokens, or None if they do not."""
+def explain_step_dependence(recipe: Recipe, has_windows: bool) -> str | None:
+    """Return why results depend on the number of tokens per step or on rejected tokens, or None if they do not.
+
+    Args:
+        has_windows: whether some layers cache the newest tokens only, and so count groups of keys from another one.
+    """
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
         return f"the newest {recipe.residual} tokens in the cache stay at 16 bits (residual)"
     blocks = [scheme for scheme in of_cache if not scheme.sharing.is_token_local]
     if blocks:
         return f"keys at {blocks[0]} are rounded by blocks of tokens"
-    for target, what in (("logits", "logits"), ("qk", "queries and keys"), ("pv", "values before P·V")):
+    operands = {"logits": "logits", "qk": "queries and keys", "p": "softmax weights", "pv": "values before P·V"}
+    for target, what in operands.items():
         for scheme in recipe.schemes_of(target):
             by_token = scheme.is_token_local and (target != "pv" or scheme.granularity == "row")
             if scheme.quantizes and not by_token:
                 return f"{what} at {scheme} have scales over several tokens"
+            if has_windows and target in ("logits", "p") and scheme.granularity in ("group", "block"):
+                return f"{what} at {scheme} have scales over several keys, and windows begin at another key each time"
     return None
 
 

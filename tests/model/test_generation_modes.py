@@ -171,6 +171,19 @@ def test_drafts_and_chunks_that_would_change_angles_are_refused(changes):
     assert torch.equal(model.generate(few, **shorter, **drafted), oracle.generate(few, **shorter))
 
 
+@in_one_test(("kind", "target"), [("motif3", "logits"), ("motif3", "p"), ("phi4flash", "logits")])
+def test_chunks_that_would_move_groups_of_keys_in_windows_are_refused(folders, kind, target):
+    model = load(folders[kind]).double()
+    for scheme in ("4:row", "4:g4"):
+        model.apply_recipe(Recipe.of(**{target: scheme}))
+        cache = model.new_cache()
+        for chunk in IDS.split(5, 1):
+            logits = model(chunk, past_key_values=cache).logits[:, -1]
+        is_same = torch.allclose(logits, model(IDS).logits[:, -1], rtol=0, atol=1e-4)
+        assert is_same == (scheme == "4:row")
+    refused("at 4:g4 have scales over several keys", asked, model, prefill_chunk_size=5)
+
+
 def test_states_that_cannot_go_back_are_no_drafts(folders):
     phi, llama = load(folders["phi4flash"]), random_llama()
     said = "Mamba's states and this model's windowed layers do not keep earlier tokens"
