@@ -142,8 +142,8 @@ def plan_server(
     notes = _notes(cache, memory is None) + _activation_notes(config, memory is not None)
     if adapter is not None and implementation == "plugin":
         _check_joined(checkpoint, adapter)
-        if isinstance(adapter.architecture, TransformerArchitecture):
-            notes += _rope_notes(adapter.architecture, context)
+    if adapter is not None and isinstance(adapter.architecture, TransformerArchitecture):
+        notes += _rope_notes(adapter.architecture, context, implementation)
     if memory is None or adapter is None:
         command += ["--max-model-len", str(context or "auto")]
     else:
@@ -216,17 +216,25 @@ def _check_format(checkpoint: Checkpoint) -> None:
         )
 
 
-def _rope_notes(architecture: TransformerArchitecture, context: int | None) -> list[str]:
+def _rope_notes(
+    architecture: TransformerArchitecture, context: int | None, implementation: Implementation
+) -> list[str]:
     """Check that vLLM supports a model's rotary embedding; return a note if its angles differ for short texts.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it does not, or the folder's modelling file would read all requests by the angles of the longest.
     """
     rope, known = architecture.rope_parameters, architecture.max_position_embeddings
-    require_vllm_rope(rope, architecture.diff_spec.rope)
+    if implementation == "plugin":
+        require_vllm_rope(rope, architecture.diff_spec.rope)
     trained = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else known
     if trained >= (context or known):
         return []
+    if implementation == "folder":
+        raise UsageError(
+            f"with a context above {trained} tokens, the longest request would determine the longrope angles of all: "
+            f"use {option_name('context', trained)}, or the plugin"
+        )
     return [
         f"with a context above {trained} tokens, vLLM uses longrope's long factors even for short texts, unlike "
         f"diffquant; use {option_name('context', trained)} for short texts"

@@ -188,6 +188,18 @@ def test_the_factors_that_vllm_takes_for_short_texts_are_said(vllm, tmp_path, co
     assert len(notes) == (context != 8)
 
 
+def test_a_request_whose_length_would_change_the_others_angles_is_refused(vllm, tmp_path):
+    """vLLM reads all requests of a step as one text, by whose length transformers chooses the factors."""
+    rope = LONGROPE | {"original_max_position_embeddings": 8}
+    source = write_checkpoint(tmp_path / "source", "unilm-v2", head_dim=16, rope_parameters=rope)
+    diffquant.quantize(source, tmp_path / "model", {"weights": "8:row"})
+    asked = ASKED | {"implementation": "folder", "cache": "auto"}
+    for context in None, 9:
+        with pytest.raises(UsageError, match=r"above 8 tokens, the longest request would .* use context=8, or the"):
+            plan_server(tmp_path / "model", **asked | {"context": context})
+    assert not plan_server(tmp_path / "model", **asked | {"context": 8}).notes
+
+
 def test_v1_takes_what_its_keys_and_values_take():
     checkpoint = open_checkpoint(next(path for path in pocket_models("needle") if path.name.endswith("v1")))
     adapter = adapter_for(checkpoint.config)
