@@ -117,6 +117,12 @@ def plan_server(
             f"diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
         )
     _check_format(checkpoint)
+    if (
+        context is not None
+        and adapter is not None
+        and context > (known := adapter.architecture.max_position_embeddings)
+    ):
+        raise UsageError(f"{option_name('context', context)} exceeds the model's {known} positions")
     dtype = dtype or _dtype(config)
     if dtype not in ITEMSIZES:
         raise UsageError(f"unknown dtype {dtype!r}; choose from {', '.join(ITEMSIZES)}")
@@ -145,7 +151,7 @@ def plan_server(
     if adapter is not None and isinstance(adapter.architecture, TransformerArchitecture):
         notes += _rope_notes(adapter.architecture, context, implementation)
     if memory is None or adapter is None:
-        command += ["--max-model-len", str(context or "auto")]
+        command += ["--max-model-len", str(context or _longest(adapter))]
     else:
         itemsize = 1 if is_fp8(cache) else ITEMSIZES[dtype]
         length, nbytes = plan_capacity(memory, checkpoint, adapter, itemsize, dtype, context)
@@ -214,6 +220,14 @@ def _check_format(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} has weights in the layout {layout}, which is not supported for serving yet; serve "
             f"a folder with integers of 2 to 8 bits, or run it with `diffquant generate`"
         )
+
+
+def _longest(adapter: Adapter | None) -> int | str:
+    """Return the default of `--max-model-len` with a GPU, whose memory vLLM measures for "auto"."""
+    architecture = None if adapter is None else adapter.architecture
+    # vLLM would multiply the number of positions by the factor of these angles.
+    is_stretched = getattr(architecture, "rope_parameters", {}).get("rope_type") in ("dynamic", "linear")
+    return architecture.max_position_embeddings if architecture is not None and is_stretched else "auto"
 
 
 def _rope_notes(

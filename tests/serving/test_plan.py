@@ -147,9 +147,18 @@ def test_the_context_is_what_the_memory_has_room_for():
         plan_capacity(GIGABYTE, checkpoint, adapter, 4, "float32", None)
 
 
-def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed):
+@in_one_test("memory", [8 * GIGABYTE, None])
+def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed, memory):
     with pytest.raises(UsageError, match="context=100000 exceeds the"):
-        plan_server(packed, **ASKED | {"context": 100_000})
+        plan_server(packed, **ASKED | {"context": 100_000, "memory": memory})
+
+
+@in_one_test(("kind", "longest"), [("linear", "96"), ("dynamic", "96"), ("yarn", "auto"), ("default", "auto")])
+def test_a_factor_of_angles_makes_no_context_longer(vllm, tmp_path, kind, longest):
+    """vLLM multiplies the positions by it, as it was measured to with `ModelConfig`."""
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 24}
+    folder = write_checkpoint(tmp_path / "model", "diffllama", rope_parameters=rope)
+    assert option(plan_server(folder, **ASKED | {"memory": None}), "--max-model-len") == longest
 
 
 def test_weights_that_vllm_joins_are_refused_where_they_are_packed_differently(vllm, tmp_path):
