@@ -82,6 +82,8 @@ class Decoder(PreTrainedModel):
         self.ranges: Mapping[str, Tensor] = {}
         # Linears with quantized weights, whose inputs a recipe may round: name here -> name in the checkpoint.
         self.quantized_linears: Mapping[str, str] = {}
+        # Number of tokens in the longest sequence that was read with a quantized cache since the last reset.
+        self.longest_read = 0
         self.post_init()
 
     @torch.no_grad()
@@ -139,6 +141,8 @@ class Decoder(PreTrainedModel):
         elif use_cache:
             held = self.new_cache()
         past = held.get_seq_length() if held is not None else 0
+        if self.has_quantized_cache:
+            self.longest_read = max(self.longest_read, past + x.shape[1])
         if graphed_steps is not None and held is not None and not output_hidden_states:
             replayed = self._run_graphed(graphed_steps, x, attention_mask, position_ids, held)
             if replayed is not None:

@@ -129,13 +129,13 @@ class CheckpointSubject:
             reference: result of `compute_reference`.
 
         Raises:
-            DiffQuantError: a layer did not quantize its logits or operands.
+            DiffQuantError: a layer did not quantize its cache, logits or operands.
             CheckpointError: the model's files changed since they were opened.
         """
         model = self.model(recipe)
         result = run_timed(task, TorchModel(model, self.source.tokenizer), reference, progress)
         measured = self.source.recipe if recipe is None else recipe
-        if measured.quantizes_any("logits", "qk", "p", "pv", "activations"):
+        if measured.quantizes_any(*LAYER_TARGETS, "activations"):
             model.check_quantizers_ran()
         weights = weight_schemes_text(measured)
         if weights not in self._weight_bytes:
