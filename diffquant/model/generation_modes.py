@@ -101,8 +101,7 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             f"cache_implementation={kind!r} allocates memory for later tokens, which this attention does not "
             f"support; leave it out, or choose {', '.join(_GROWING)}"
         )
-    decoder = model.model
-    if kind is not None and decoder.needs_own_cache(kind):
+    if kind is not None and model.model.needs_own_cache(kind):
         raise UsageError(
             f"cache_implementation={kind!r} would not store what the model's recipe requires "
             f"({_describe_cache(model.recipe)}); leave it out"
@@ -110,7 +109,7 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     is_drafted = given.get("assistant_model") is not None or any(
         resolve_setting(model, given, name) for name in _DRAFTING
     )
-    total = max_total_length(model, given)
+    decoder, total = model.model, max_total_length(model, given)
     refusal = (decoder.crop_refusal or decoder.explain_step_dependence(total)) if is_drafted else None
     if refusal is not None:
         raise UsageError(

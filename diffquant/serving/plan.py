@@ -117,12 +117,7 @@ def plan_server(
             f"diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
         )
     _check_format(checkpoint)
-    if (
-        context is not None
-        and adapter is not None
-        and context > (known := adapter.architecture.max_position_embeddings)
-    ):
-        raise UsageError(f"{option_name('context', context)} exceeds the model's {known} positions")
+    longest = _longest(adapter, context)
     dtype = dtype or _dtype(config)
     if dtype not in ITEMSIZES:
         raise UsageError(f"unknown dtype {dtype!r}; choose from {', '.join(ITEMSIZES)}")
@@ -151,7 +146,7 @@ def plan_server(
     if adapter is not None and isinstance(adapter.architecture, TransformerArchitecture):
         notes += _rope_notes(adapter.architecture, context, implementation)
     if memory is None or adapter is None:
-        command += ["--max-model-len", str(context or _longest(adapter))]
+        command += ["--max-model-len", str(longest)]
     else:
         itemsize = 1 if is_fp8(cache) else ITEMSIZES[dtype]
         length, nbytes = plan_capacity(memory, checkpoint, adapter, itemsize, dtype, context)
@@ -222,12 +217,20 @@ def _check_format(checkpoint: Checkpoint) -> None:
         )
 
 
-def _longest(adapter: Adapter | None) -> int | str:
-    """Return the default of `--max-model-len` with a GPU, whose memory vLLM measures for "auto"."""
-    architecture = None if adapter is None else adapter.architecture
+def _longest(adapter: Adapter | None, context: int | None) -> int | str:
+    """Return the value of `--max-model-len` with a GPU, whose memory vLLM measures for "auto".
+
+    Raises:
+        UsageError: the model has fewer than `context` positions.
+    """
+    if adapter is None:
+        return context or "auto"
+    architecture, known = adapter.architecture, adapter.architecture.max_position_embeddings
+    if (context or 0) > known:
+        raise UsageError(f"{option_name('context', context)} exceeds the model's {known} positions")
     # vLLM would multiply the number of positions by the factor of these angles.
     is_stretched = getattr(architecture, "rope_parameters", {}).get("rope_type") in ("dynamic", "linear")
-    return architecture.max_position_embeddings if architecture is not None and is_stretched else "auto"
+    return context or (known if is_stretched else "auto")
 
 
 def _rope_notes(
