@@ -212,7 +212,8 @@ def _rewrite_tokenizer(source: Source, file: Path) -> None:
 def _make_notes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> list[str]:
     """Return sentences for the report's reader, on sizes and on what the export does not contain."""
     options, notes = plan.options, []
-    for scheme, (nbytes, weights) in _scheme_sizes(plan, streamed).items():
+    sizes = _scheme_sizes(plan, streamed)
+    for scheme, (nbytes, weights) in sizes.items():
         container = container_bits(scheme)
         notes.append(
             f"weights {scheme}: {format_size(nbytes)}, {stored_bits_per_weight(nbytes, weights):.2f} stored bits each, "
@@ -220,6 +221,8 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> list[st
         )
         if container != scheme.bits:
             notes[-1] += f" in {container}-bit containers, which hold them exactly"
+    if options.accuracy_level == 1 and 4 not in map(container_bits, sizes):
+        notes.append(f"{option_name('accuracy_level', 1)} has no effect: no weights have 2 to 4 bits")
     recipe = plan.source.recipe
     texts_by_target = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
     kept = set() if options.kv_bits == 16 else {"k", "v"}

@@ -87,7 +87,7 @@ class Search:
             granularity: granularity of the weights.
             text: files or datasets, as `read_calibration` accepts them; costs are measured on the first half, and
                 recipes compared on the second.
-            windows: number of windows to measure costs on.
+            windows: maximum number of windows to measure costs on.
             window: tokens per window.
             check_characters: largest number of characters of the second half to compare recipes on.
             dtype: dtype of the models.

@@ -7,9 +7,10 @@ also puts a space before text for a SentencePiece vocabulary, even if the text b
 Source: llama.cpp, src/llama-vocab.cpp, llama_vocab::impl::load and llm_tokenizer_bpe.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -47,11 +48,20 @@ def load_gguf_tokenizer(path: Path) -> Any:
         path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
     )
     kind = metadata.get("tokenizer.ggml.model")
+    _remove_defaults(tokenizer, cast(int, metadata["tokenizer.ggml.tokens"]))
     if kind == "gpt2":
         _split_as_llama_cpp(tokenizer, metadata)
     elif kind == "llama":
         _prefix_as_llama_cpp(tokenizer.backend_tokenizer, bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
     return tokenizer
+
+
+def _remove_defaults(tokenizer: Any, count: int) -> None:
+    """Remove tokens such as GPT-2's <|endoftext|> that transformers adds to a vocabulary of `count` tokens."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = [token for token in content["added_tokens"] if token["id"] < count]
+    if kept != content["added_tokens"]:
+        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(content | {"added_tokens": kept}))
 
 
 def _prefix_as_llama_cpp(backend: Any, has_prefix: bool) -> None:

@@ -14,7 +14,6 @@ from diffquant.checkpoints.tokens import end_token, max_length
 from diffquant.measure import has_scales_across_keys
 from diffquant.measure.language_model import LanguageModel, ModelOutputs, TokenCache
 from diffquant.model.adapters.sizes import MOVING_ROPE
-from diffquant.model.causal import CausalModel
 from diffquant.recipe import Recipe
 
 # Elements of the head's weight to convert to float32 at once: 32 MiB.
@@ -70,7 +69,7 @@ class TorchModel(LanguageModel):
     @property
     def can_share_prefixes(self) -> bool:
         # In a layer with a window, the first key of a call is not the sequence's first: groups of keys begin elsewhere.
-        moves_groups = self._has_windows and has_scales_across_keys(self.recipe)
+        moves_groups = getattr(self.model.model, "has_windows", False) and has_scales_across_keys(self.recipe)
         return super().can_share_prefixes and not moves_groups and not self._has_moving_angles
 
     @property
@@ -81,12 +80,6 @@ class TorchModel(LanguageModel):
     def _has_moving_angles(self) -> bool:
         """Whether the longest sequence of a batch determines the rotary angles of all."""
         return getattr(getattr(self.model.model, "rotary_emb", None), "rope_type", "") in MOVING_ROPE
-
-    @property
-    def _has_windows(self) -> bool:
-        if not isinstance(self.model, CausalModel):
-            return False
-        return any(rows.window is not None for rows in self.model.model.architecture.cached_shapes.values())
 
     @property
     def max_length(self) -> int:

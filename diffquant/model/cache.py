@@ -56,8 +56,9 @@ class PackedStates:
         spilled = self._count_spilled(recent.shape[2])
         if spilled:
             self._quantize(recent[:, :, :spilled])
-        # Cloned, since a slice would keep the memory of the quantized tokens allocated.
-        self.recent = recent[:, :, spilled:].clone() if spilled else recent
+        recent = recent[:, :, spilled:]
+        # Cloned, since a slice would keep the memory of quantized tokens, or of queries beside the keys, allocated.
+        self.recent = recent.clone() if recent.untyped_storage().nbytes() > recent.nbytes else recent
 
     def read(self) -> Tensor:
         """Return the dequantized keys or values of all tokens, [B, H, S, d] in the dtype of those appended.

@@ -286,17 +286,19 @@ class CausalModel(PreTrainedModel, GenerationMixin):
         return [{"layer": attention.layer} | attention.meter.report() for attention in self.attention_modules]
 
     def reset_logit_report(self) -> None:
-        """Reset the statistics of `logit_report` and the call counters that `check_quantizers_ran` reads."""
+        """Reset the statistics of `logit_report` and the counters that `check_quantizers_ran` reads."""
+        self.model.longest_read = 0
         for attention in self.attention_modules:
             attention.reset_counts()
         for rounding in self.input_roundings.values():
             rounding.calls = 0
 
     def check_quantizers_ran(self) -> None:
-        """Check that in each layer the quantizers of logits, operands and activations ran since the last reset.
+        """Check that each layer's quantizers of cache, logits, operands and activations ran since the last reset.
 
         Raises:
-            DiffQuantError: a quantizer did not run; the message names the layers or Linears concerned.
+            DiffQuantError: a quantizer did not run; the message names the layers or Linears concerned, or the number
+                of tokens from which on the cache is quantized.
         """
         idle_by_target: dict[str, list[int]] = {}
         for attention in self.attention_modules:
@@ -306,6 +308,14 @@ class CausalModel(PreTrainedModel, GenerationMixin):
             f"the recipe quantizes {what}, but layers {', '.join(map(str, idle))} did not"
             for what, idle in idle_by_target.items()
         ]
+        longest = self.model.longest_read
+        for scheme in sorted(self.recipe.schemes_of("k") | self.recipe.schemes_of("v"), key=str):
+            fewest = self.recipe.residual + scheme.sharing.tokens_per_scale
+            if scheme.quantizes and 0 < longest < fewest:
+                faults.append(
+                    f"a cache at {scheme} quantizes texts of {fewest} tokens or more, but the longest had {longest}; "
+                    "read longer ones"
+                )
         if unrounded := [name for name, rounding in self.input_roundings.items() if not rounding.calls]:
             faults.append(
                 f"the recipe quantizes activations, but the inputs of {first_few(unrounded, ', ')} were not quantized"

@@ -82,6 +82,8 @@ class Decoder(PreTrainedModel):
         self.ranges: Mapping[str, Tensor] = {}
         # Linears with quantized weights, whose inputs a recipe may round: name here -> name in the checkpoint.
         self.quantized_linears: Mapping[str, str] = {}
+        # Number of tokens in the longest sequence that was read with a quantized cache since the last reset.
+        self.longest_read = 0
         self.post_init()
 
     @torch.no_grad()
@@ -139,6 +141,8 @@ class Decoder(PreTrainedModel):
         elif use_cache:
             held = self.new_cache()
         past = held.get_seq_length() if held is not None else 0
+        if self.has_quantized_cache:
+            self.longest_read = max(self.longest_read, past + x.shape[1])
         if graphed_steps is not None and held is not None and not output_hidden_states:
             replayed = self._run_graphed(graphed_steps, x, attention_mask, position_ids, held)
             if replayed is not None:
@@ -253,6 +257,11 @@ class Decoder(PreTrainedModel):
     def has_quantized_cache(self) -> bool:
         return self.recipe.quantizes_any("k", "v")
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers cache only the newest tokens."""
+        return any(rows.window is not None for rows in self.architecture.cached_shapes.values())
+
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  some models look at it
         """Return whether `generate` must use `new_cache`.
 
@@ -266,9 +275,9 @@ class Decoder(PreTrainedModel):
         """Reason why the cache from `new_cache` cannot drop its newest tokens, or None if it can."""
         return None
 
-    def draft_refusal(self) -> str | None:
-        """Return why assisted decoding would change the generated tokens, or None if it does not."""
-        return self.crop_refusal or explain_step_dependence(self.recipe)
+    def explain_step_dependence(self, tokens: int) -> str | None:  # noqa: ARG002  some models look at it
+        """Return why results for up to `tokens` tokens depend on how many are read at once, or None if they do not."""
+        return explain_step_dependence(self.recipe, self.has_windows)
 
     @abstractmethod
     def new_cache(self) -> Cache:

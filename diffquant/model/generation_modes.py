@@ -17,6 +17,8 @@ from diffquant.recipe.targets import target_of
 _GROWING = ("dynamic", "dynamic_full", "offloaded", "quantized")
 # Options, other than `assistant_model`, that turn on assisted decoding.
 _DRAFTING = ("prompt_lookup_num_tokens", "use_mtp")
+# Number of tokens that `generate` adds to the prompt if no length is set.
+_DEFAULT_NEW = 20
 # Backends by transformers' names of attention implementations.
 BACKEND_OF = {"sdpa": "auto", "eager": "naive", "flash_attention_2": "flash_attn"}
 
@@ -67,10 +69,14 @@ def resolve_setting(model: PreTrainedModel, given: Mapping[str, Any], name: str)
 
 def max_total_length(model: PreTrainedModel, given: Mapping[str, Any]) -> int:
     """Return the largest number of tokens, prompt included, that a `generate` call with arguments `given` may reach."""
+    length, new = _prompt_length(given), resolve_setting(model, given, "max_new_tokens")
+    most = resolve_setting(model, given, "max_length") if new is None else length + new
+    return length + _DEFAULT_NEW if most is None else max(length, most)
+
+
+def _prompt_length(given: Mapping[str, Any]) -> int:
     prompts = (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
-    length = next((prompt.shape[1] for prompt in prompts if prompt is not None), 0)
-    new = resolve_setting(model, given, "max_new_tokens")
-    return length + new if new is not None else max(length, resolve_setting(model, given, "max_length") or 0)
+    return next((prompt.shape[1] for prompt in prompts if prompt is not None), 0)
 
 
 def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
@@ -103,13 +109,15 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     is_drafted = given.get("assistant_model") is not None or any(
         resolve_setting(model, given, name) for name in _DRAFTING
     )
-    refusal = model.model.draft_refusal() if is_drafted else None
+    decoder, total = model.model, max_total_length(model, given)
+    refusal = (decoder.crop_refusal or decoder.explain_step_dependence(total)) if is_drafted else None
     if refusal is not None:
         raise UsageError(
             f"assisted decoding and prompt lookup would change the generated tokens: {refusal}; leave "
             "out assistant_model and prompt_lookup_num_tokens"
         )
-    refusal = explain_step_dependence(model.recipe) if resolve_setting(model, given, "prefill_chunk_size") else None
+    is_chunked = resolve_setting(model, given, "prefill_chunk_size")
+    refusal = decoder.explain_step_dependence(_prompt_length(given)) if is_chunked else None
     if refusal is not None:
         raise UsageError(f"prefill_chunk_size would change the generated tokens: {refusal}; leave it out")
     for drafter in (given.get("assistant_model"), model if resolve_setting(model, given, "is_assistant") else None):
@@ -118,19 +126,26 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             raise UsageError(f"the assistant model cannot drop rejected tokens: {refusal}; choose another assistant")
 
 
-def explain_step_dependence(recipe: Recipe) -> str | None:
-    """Return why results depend on the number of tokens per step or on rejected tokens, or None if they do not."""
+def explain_step_dependence(recipe: Recipe, has_windows: bool) -> str | None:
+    """Return why results depend on the number of tokens per step or on rejected tokens, or None if they do not.
+
+    Args:
+        has_windows: whether some layers cache the newest tokens only, and so count groups of keys from another one.
+    """
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
         return f"the newest {recipe.residual} tokens in the cache stay at 16 bits (residual)"
     blocks = [scheme for scheme in of_cache if not scheme.sharing.is_token_local]
     if blocks:
         return f"keys at {blocks[0]} are rounded by blocks of tokens"
-    for target, what in (("logits", "logits"), ("qk", "queries and keys"), ("pv", "values before P·V")):
+    operands = {"logits": "logits", "qk": "queries and keys", "p": "softmax weights", "pv": "values before P·V"}
+    for target, what in operands.items():
         for scheme in recipe.schemes_of(target):
             by_token = scheme.is_token_local and (target != "pv" or scheme.granularity == "row")
             if scheme.quantizes and not by_token:
                 return f"{what} at {scheme} have scales over several tokens"
+            if has_windows and target in ("logits", "p") and scheme.granularity in ("group", "block"):
+                return f"{what} at {scheme} have scales over several keys, and windows begin at another key each time"
     return None
 
 

@@ -114,6 +114,13 @@ class DiffTransformerModel(Decoder):
             return f"keys at {blocks[0]} are packed by blocks of tokens, which do not fit the kernels' cache"
         return None
 
+    def explain_step_dependence(self, tokens: int) -> str | None:
+        rope, known = self.rotary_emb.rope_type, self.config.max_position_embeddings
+        fixed = self.config.rope_parameters.get("original_max_position_embeddings", known)
+        if rope in MOVING_ROPE and tokens > fixed:
+            return f"above {fixed} tokens the angles of RoPE of type {rope} depend on the length"
+        return super().explain_step_dependence(tokens)
+
     def needs_own_cache(self, implementation: str | None) -> bool:
         return self.has_quantized_cache or (self.has_fused_cache and implementation is None)
 

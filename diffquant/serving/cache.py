@@ -107,16 +107,13 @@ def plan_capacity(
         context: tokens per request; by default as many as the model supports and fit into memory.
 
     Raises:
-        UsageError: not even one request with `context` tokens fits, or the model supports fewer positions.
+        UsageError: not even one request with `context` tokens fits.
     """
     architecture = adapter.architecture
     a_token, a_request = _cache_bytes(architecture, itemsize)
     free = memory - _APART - _weight_bytes(checkpoint, adapter, dtype)
     fits = max(0, (free - a_request) // a_token)
-    known = architecture.max_position_embeddings
-    if context is not None and context > known:
-        raise UsageError(f"{option_name('context', context)} exceeds the model's {known} positions")
-    wanted = context or min(known, fits)
+    wanted = context or min(architecture.max_position_embeddings, fits)
     if not 0 < wanted <= fits:
         raise UsageError(
             f"the cache of {wanted or 'a few'} tokens takes {(a_token * wanted + a_request) / 1e9:.1f} GB, but after "

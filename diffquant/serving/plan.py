@@ -117,6 +117,7 @@ def plan_server(
             f"diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
         )
     _check_format(checkpoint)
+    longest = _longest(adapter, context)
     dtype = dtype or _dtype(config)
     if dtype not in ITEMSIZES:
         raise UsageError(f"unknown dtype {dtype!r}; choose from {', '.join(ITEMSIZES)}")
@@ -142,10 +143,10 @@ def plan_server(
     notes = _notes(cache, memory is None) + _activation_notes(config, memory is not None)
     if adapter is not None and implementation == "plugin":
         _check_joined(checkpoint, adapter)
-        if isinstance(adapter.architecture, TransformerArchitecture):
-            notes += _rope_notes(adapter.architecture, context)
+    if adapter is not None and isinstance(adapter.architecture, TransformerArchitecture):
+        notes += _rope_notes(adapter.architecture, context, implementation)
     if memory is None or adapter is None:
-        command += ["--max-model-len", str(context or "auto")]
+        command += ["--max-model-len", str(longest)]
     else:
         itemsize = 1 if is_fp8(cache) else ITEMSIZES[dtype]
         length, nbytes = plan_capacity(memory, checkpoint, adapter, itemsize, dtype, context)
@@ -216,17 +217,41 @@ def _check_format(checkpoint: Checkpoint) -> None:
         )
 
 
-def _rope_notes(architecture: TransformerArchitecture, context: int | None) -> list[str]:
+def _longest(adapter: Adapter | None, context: int | None) -> int | str:
+    """Return the value of `--max-model-len` with a GPU, whose memory vLLM measures for "auto".
+
+    Raises:
+        UsageError: the model has fewer than `context` positions.
+    """
+    if adapter is None:
+        return context or "auto"
+    architecture, known = adapter.architecture, adapter.architecture.max_position_embeddings
+    if (context or 0) > known:
+        raise UsageError(f"{option_name('context', context)} exceeds the model's {known} positions")
+    # vLLM would multiply the number of positions by the factor of these angles.
+    is_stretched = getattr(architecture, "rope_parameters", {}).get("rope_type") in ("dynamic", "linear")
+    return context or (known if is_stretched else "auto")
+
+
+def _rope_notes(
+    architecture: TransformerArchitecture, context: int | None, implementation: Implementation
+) -> list[str]:
     """Check that vLLM supports a model's rotary embedding; return a note if its angles differ for short texts.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it does not, or the folder's modelling file would read all requests by the angles of the longest.
     """
     rope, known = architecture.rope_parameters, architecture.max_position_embeddings
-    require_vllm_rope(rope, architecture.diff_spec.rope)
+    if implementation == "plugin":
+        require_vllm_rope(rope, architecture.diff_spec.rope)
     trained = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else known
     if trained >= (context or known):
         return []
+    if implementation == "folder":
+        raise UsageError(
+            f"with a context above {trained} tokens, the longest request would determine the longrope angles of all: "
+            f"use {option_name('context', trained)}, or the plugin"
+        )
     return [
         f"with a context above {trained} tokens, vLLM uses longrope's long factors even for short texts, unlike "
         f"diffquant; use {option_name('context', trained)} for short texts"

@@ -71,7 +71,7 @@ def fidelity(
         text: text to read; the bundled text by default. A file of log-probabilities contains its text.
         characters: number of characters to read from the end of the text, because roundings calibrate on its beginning;
             0 reads all.
-        context: number of tokens in a chunk; by default 512, or less if a server allows less. A file of
+        context: number of tokens in a chunk; by default 512, or less if a model or server allows less. A file of
             log-probabilities has a fixed number.
         top_k: number of likeliest tokens to request from a server.
         output: folder for the numbers, and a table for the model card.
@@ -87,7 +87,7 @@ def fidelity(
 
     Raises:
         UsageError: the models have different vocabularies or tokenize the text differently, the text is shorter than a
-            chunk, or a chunk is longer than a server allows.
+            chunk, or a chunk is longer than a model or server allows.
         OutputExistsError: an output would replace a file that diffquant did not write.
         DiffQuantError: a checkpoint or file cannot be read, or a server does not answer.
     """
@@ -195,10 +195,13 @@ def _chunks(
 
     about: JsonObject
     longest = {side.name: side.max_chunk_length for side in sides if side.max_chunk_length is not None}
-    for name, length in longest.items():
-        if context is not None and context > length:
-            raise UsageError(f"{name} reads chunks of up to {length} tokens: {option_name('context', length)} fits")
     stored = next((side for side in sides if side.fixed_chunks is not None), None)
+    wanted = context if stored is None or stored.fixed_chunks is None else stored.fixed_chunks.shape[1]
+    for name, length in longest.items():
+        if wanted is not None and wanted > length:
+            raise UsageError(
+                f"{name} reads chunks of up to {length} tokens, not {wanted}: {option_name('context', length)} fits"
+            )
     if stored is not None:
         if (text, context, characters) != (None, None, CHARACTERS):
             raise UsageError(

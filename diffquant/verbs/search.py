@@ -52,7 +52,7 @@ def search(
         bits: widths to choose from: integers of 2 to 8 bits, or number formats such as nvfp4 and mxfp6.
         granularity: granularity of weights: g32, g128 or row.
         text: see `quantize`.
-        windows: number of windows from the text's first half to measure on.
+        windows: maximum number of windows from the text's first half to measure on.
         window: number of tokens in a window.
         characters: number of characters from the text's second half on which to compare the results.
         tensor_types: file to write the weights' widths to, for llama-quantize's --tensor-type-file.

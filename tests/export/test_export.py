@@ -172,6 +172,13 @@ def test_codes_of_8_bits_round_activations_at_both_accuracy_levels(made, options
     assert "int8 activations" in {route.session for route in verify(folder, checkpoint).routes}
 
 
+@in_one_test(("weights", "is_said"), [("16", True), ("8:row", True), ("3:g16", False)])
+def test_an_accuracy_level_that_changes_nothing_is_said_to(tmp_path, weights, is_said):
+    source = write_checkpoint(tmp_path / "source", "unilm-v2")
+    report = export(source, tmp_path / "out", ExportOptions.parse(weights=weights, accuracy_level=1))
+    assert ("accuracy_level=1 has no effect: no weights have 2 to 4 bits" in report.notes) == is_said
+
+
 def test_a_head_of_8_bits_rounds_where_accuracy_level_1_spares_the_rest(made):
     checkpoint, folder = made("unilm-v1", weights="4:g32", embed_bits=8, accuracy_level=1)
     nodes = [node for node in onnx.load(folder / MODEL_FILE).graph.node if node.op_type == "MatMulNBits"]

@@ -23,6 +23,7 @@ from diffquant.measure.fidelity.result import Fidelity
 from diffquant.measure.fidelity.sides import Distributions, ServedModel, divergence
 from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
+from tests.support.checkpoints import edit_json
 from tests.support.tables import in_one_test
 
 CONTEXT = 64
@@ -291,6 +292,17 @@ def test_chunks_are_as_long_as_a_server_has_room_for(reference, candidate, serve
     with pytest.raises(UsageError, match="up to 49 tokens"):
         diffquant.fidelity(reference, url, **READING | {"context": 50})
     assert diffquant.fidelity(reference, url, **READING | {"context": None}).text["context"] == 49
+
+
+def test_chunks_are_no_longer_than_a_models_context(reference, candidate, tmp_path):
+    short = shutil.copytree(candidate, tmp_path / "short")
+    edit_json(short / "config.json", max_position_embeddings=CONTEXT - 1)
+    with pytest.raises(UsageError, match="short reads chunks of up to 63 tokens, not 64"):
+        diffquant.fidelity(reference, short, **READING)
+    assert diffquant.fidelity(reference, short, **READING | {"context": None}).text["context"] == CONTEXT - 1
+    diffquant.fidelity(reference, **READING, save_base=tmp_path / "base.kld")
+    with pytest.raises(UsageError, match="short reads chunks of up to 63 tokens, not 64"):
+        diffquant.fidelity(tmp_path / "base.kld", short)
 
 
 def test_what_was_calibrated_on_the_scored_text_is_said(reference, tmp_path):

@@ -49,6 +49,14 @@ def test_strided_windows_predict_every_token_once_with_their_context(window, str
     assert score["perplexity"] == pytest.approx(math.exp(nll / score["tokens"]), rel=1e-5)
 
 
+def test_windows_beyond_the_context_are_cut_to_it_and_that_is_said(caplog):
+    model = TorchModel(tiny_lm.llama(40), tiny_lm.tokenizer())
+    wanted = compute_perplexity(model, TEXT[:400], 40, 10)
+    assert not caplog.messages
+    assert compute_perplexity(model, TEXT[:400], 55, 10) == wanted
+    assert caplog.messages == ["perplexity reads windows of 40 tokens, the model's context, not 55"]
+
+
 def test_windows_tell_apart_what_the_mean_sums_over(monkeypatch):
     monkeypatch.setattr(scoring, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()

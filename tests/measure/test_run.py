@@ -20,6 +20,7 @@ from diffquant.measure.sweep.plan import describe_work, estimate_seconds, plan_s
 from diffquant.measure.sweep.run import evaluate, run_sweep
 from diffquant.measure.tasks import perplexity
 from diffquant.measure.torch_model import TorchModel
+from diffquant.model.adapters import sizes
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
@@ -27,6 +28,7 @@ from diffquant.recipe import Recipe
 from diffquant.support.installation import find_commit, result_version_digest
 from diffquant.support.plain_data import plain_data_digest
 from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 
@@ -240,6 +242,24 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
         == {find_commit()}
     )
     assert result.cells[0].key["code"] != "0123456789abcdef"
+
+
+def test_results_of_models_with_moving_angles_have_a_version_apart(tmp_path, monkeypatch):
+    longrope = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    changes = {"head_dim": 16, "rope_parameters": longrope | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}
+    written = [("llama", {}), ("phi4flash", {}), ("llama", changes)]
+    sources = [
+        open_source(write_checkpoint(tmp_path / str(n), source, **each)) for n, (source, each) in enumerate(written)
+    ]
+
+    def versions():
+        subjects = (subject.CheckpointSubject(source, torch.float32, "cpu") for source in sources)
+        return [result_version_digest(each.python_modules(Recipe())) for each in subjects]
+
+    before = versions()
+    assert before[0] == before[1] != before[2]
+    monkeypatch.setattr(sizes, "RESULT_VERSION", 2)
+    assert [new == old for new, old in zip(versions(), before, strict=True)] == [True, True, False]
 
 
 @pytest.mark.parametrize(

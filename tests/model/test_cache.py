@@ -187,6 +187,24 @@ def test_crop_takes_a_negative_count():
     assert cache.get_seq_length() == 3
 
 
+@in_one_test(("recipe", "fewest"), [({"kv": "4:row", "residual": 30}, 31), ({"k": "4:c16", "v": "4:row"}, 16)])
+def test_texts_that_are_too_short_for_the_cache_to_quantize_are_told_of(recipe, fewest):
+    """Their results are those of 16 bits."""
+    model = ours(random_diffllama())
+    plain, ids = model(random_ids(1, fewest)).logits, random_ids(1, fewest)
+    model.apply_recipe(Recipe.of(**recipe))
+    model(ids[:, :-1])
+    with pytest.raises(DiffQuantError, match=f"quantizes texts of {fewest} tokens or more, but the longest had"):
+        model.check_quantizers_ran()
+    assert not torch.equal(model(ids).logits, plain)
+    model.check_quantizers_ran()
+    model.apply_recipe(Recipe.of(**recipe))
+    cache = model.new_cache()
+    for token in ids.split(1, 1):
+        model(token, past_key_values=cache)
+    model.check_quantizers_ran()
+
+
 def test_a_layer_whose_logit_quantizer_did_not_fire_is_named():
     model = ours(random_diffllama())
     model.apply_recipe(Recipe.of(logits="4:row"))

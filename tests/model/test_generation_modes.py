@@ -146,6 +146,44 @@ def test_drafts_and_chunks_that_would_change_the_tokens_are_refused(said, recipe
     refused(said, model.generate, IDS, GenerationConfig(**GREEDY))
 
 
+# Settings under which angles are those of short texts up to 12 tokens.
+_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 12}
+MOVING = [
+    {"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4} | _FACTORS, "head_dim": 16},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, "max_position_embeddings": 12},
+]
+
+
+@in_one_test("changes", MOVING)
+def test_drafts_and_chunks_that_would_change_angles_are_refused(changes):
+    """Stock transformers changes them, and with them tokens, without a word."""
+    oracle = random_llama(num_key_value_heads=4, **changes)
+    model, few, drafted = ours(oracle), IDS[:, :8], {"prompt_lookup_num_tokens": 3}
+    longer, chunked = GREEDY | {"max_new_tokens": 24}, {"prefill_chunk_size": 5}
+    for ids, options in (IDS, chunked), (few, drafted):
+        expected = oracle.generate(ids, **longer)
+        assert torch.equal(model.generate(ids, **longer), expected)
+        assert not torch.equal(oracle.generate(ids, **longer, **options), expected)
+        refused("above 12 tokens the angles of RoPE", model.generate, ids, **longer, **options)
+    refused("above 12 tokens", model.generate, few, do_sample=False, pad_token_id=0, **drafted)
+    assert torch.equal(model.generate(few, **longer, **chunked), oracle.generate(few, **longer))
+    shorter = GREEDY | {"max_new_tokens": 4}
+    assert torch.equal(model.generate(few, **shorter, **drafted), oracle.generate(few, **shorter))
+
+
+@in_one_test(("kind", "target"), [("motif3", "logits"), ("motif3", "p"), ("phi4flash", "logits")])
+def test_chunks_that_would_move_groups_of_keys_in_windows_are_refused(folders, kind, target):
+    model = load(folders[kind]).double()
+    for scheme in ("4:row", "4:g4"):
+        model.apply_recipe(Recipe.of(**{target: scheme}))
+        cache = model.new_cache()
+        for chunk in IDS.split(5, 1):
+            logits = model(chunk, past_key_values=cache).logits[:, -1]
+        is_same = torch.allclose(logits, model(IDS).logits[:, -1], rtol=0, atol=1e-4)
+        assert is_same == (scheme == "4:row")
+    refused("at 4:g4 have scales over several keys", asked, model, prefill_chunk_size=5)
+
+
 def test_states_that_cannot_go_back_are_no_drafts(folders):
     phi, llama = load(folders["phi4flash"]), random_llama()
     said = "Mamba's states and this model's windowed layers do not keep earlier tokens"

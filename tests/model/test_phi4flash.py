@@ -231,6 +231,15 @@ def test_a_cache_costs_a_window_of_tokens_in_windowed_layers_and_all_in_one(chec
     assert kv_bytes_per_token(model) == pytest.approx(token * (1024 + 2 * (WINDOW - 1)) / 1024)
 
 
+def test_a_prompt_in_the_cache_takes_the_memory_of_its_keys_and_values_alone(model):
+    """And none of the queries, which the same product computes."""
+    cache = model.new_cache()
+    model(random_ids(2, 20), past_key_values=cache)
+    layers = [layer for layer in cache.layers if isinstance(layer, PackedLayer)]
+    kept = [layer.stored_keys.read().nbytes + layer.stored_values.read().nbytes for layer in layers]
+    assert [layer.nbytes for layer in layers] == kept
+
+
 def test_continuations_score_alike_from_a_shared_cache_and_from_the_start(model):
     """Contexts are padded on the left and continuations on the right, as tasks score them."""
     ids = random_ids(1, 60)[0].tolist()

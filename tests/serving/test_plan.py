@@ -147,9 +147,18 @@ def test_the_context_is_what_the_memory_has_room_for():
         plan_capacity(GIGABYTE, checkpoint, adapter, 4, "float32", None)
 
 
-def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed):
+@in_one_test("memory", [8 * GIGABYTE, None])
+def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed, memory):
     with pytest.raises(UsageError, match="context=100000 exceeds the"):
-        plan_server(packed, **ASKED | {"context": 100_000})
+        plan_server(packed, **ASKED | {"context": 100_000, "memory": memory})
+
+
+@in_one_test(("kind", "longest"), [("linear", "96"), ("dynamic", "96"), ("yarn", "auto"), ("default", "auto")])
+def test_a_factor_of_angles_makes_no_context_longer(vllm, tmp_path, kind, longest):
+    """vLLM multiplies the positions by it, as it was measured to with `ModelConfig`."""
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 24}
+    folder = write_checkpoint(tmp_path / "model", "diffllama", rope_parameters=rope)
+    assert option(plan_server(folder, **ASKED | {"memory": None}), "--max-model-len") == longest
 
 
 def test_weights_that_vllm_joins_are_refused_where_they_are_packed_differently(vllm, tmp_path):
@@ -186,6 +195,18 @@ def test_the_factors_that_vllm_takes_for_short_texts_are_said(vllm, tmp_path, co
     notes = plan_server(folder, **ASKED | {"context": context}).notes
     assert [note for note in notes if "use context=8 for short texts" in note] == ([] if context == 8 else notes)
     assert len(notes) == (context != 8)
+
+
+def test_a_request_whose_length_would_change_the_others_angles_is_refused(vllm, tmp_path):
+    """vLLM reads all requests of a step as one text, by whose length transformers chooses the factors."""
+    rope = LONGROPE | {"original_max_position_embeddings": 8}
+    source = write_checkpoint(tmp_path / "source", "unilm-v2", head_dim=16, rope_parameters=rope)
+    diffquant.quantize(source, tmp_path / "model", {"weights": "8:row"})
+    asked = ASKED | {"implementation": "folder", "cache": "auto"}
+    for context in None, 9:
+        with pytest.raises(UsageError, match=r"above 8 tokens, the longest request would .* use context=8, or the"):
+            plan_server(tmp_path / "model", **asked | {"context": context})
+    assert not plan_server(tmp_path / "model", **asked | {"context": 8}).notes
 
 
 def test_v1_takes_what_its_keys_and_values_take():

@@ -199,6 +199,7 @@ def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
         ({"preset": "int5"}, f"unknown preset 'int5'; choose from {', '.join(PRESETS)}"),
         ({"overrides": ["q_proj"]}, "expected PATTERN=SCHEME"),
         ({"weights": 4, "residual": 64}, "residual=64 keeps the newest tokens of a quantized cache; give kv, too"),
+        ({"kv": 16, "residual": 64, "overrides": ["*.mlp.*=8"]}, "residual=64 keeps the newest tokens"),
         ({"overrides": ["*.k=8", "*.v=8", "*.k=4"]}, r"overrides has '\*\.k' twice; keep one of each"),
     ],
 )

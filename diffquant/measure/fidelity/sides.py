@@ -159,6 +159,10 @@ class LocalModel(ComparedModel):
     def describe_model(self) -> JsonObject:
         return self._about
 
+    @property
+    def max_chunk_length(self) -> int:
+        return self._model.max_length
+
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self._model.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         ids = ids if self.prepended_bos_id is None else [self.prepended_bos_id, *ids]

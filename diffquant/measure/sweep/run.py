@@ -168,7 +168,7 @@ def evaluate(
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read, which is raised before the first item,
-            or a layer did not quantize its logits or operands.
+            or a layer did not quantize its cache, logits or operands.
     """
     device = resolve_device(options.computing_device)
     check_backend(options.attention)

@@ -15,6 +15,7 @@ from diffquant.measure.language_model import LanguageModel, ModelOutputs
 from diffquant.measure.results import TaskResult
 from diffquant.measure.task import Task
 from diffquant.measure.torch_model import TorchModel
+from diffquant.model.adapters import sizes
 from diffquant.model.cache import PackedStates
 from diffquant.model.causal import CausalModel
 from diffquant.model.windowed_cache import create_storage
@@ -93,7 +94,9 @@ class CheckpointSubject:
     def python_modules(self, recipe: Recipe) -> tuple[str, ...]:
         """Return names of the modules whose code determines a result under a recipe, except the task's module."""
         formats = {type(scheme.format).__module__ for scheme in (*recipe.schemes, *self.source.packed.values())}
-        return (*MODEL_MODULES, type(rounding_named(recipe.rounding.name)).__module__, *sorted(formats))
+        rope = getattr(self.source.architecture, "rope_parameters", {})
+        of_rope = [sizes.__name__] if rope.get("rope_type") in sizes.MOVING_ROPE else []
+        return (*MODEL_MODULES, type(rounding_named(recipe.rounding.name)).__module__, *sorted(formats), *of_rope)
 
     def copy_to(self, device: str | None) -> "CheckpointSubject":
         """Return a copy with separate weights and the same results.
@@ -126,13 +129,13 @@ class CheckpointSubject:
             reference: result of `compute_reference`.
 
         Raises:
-            DiffQuantError: a layer did not quantize its logits or operands.
+            DiffQuantError: a layer did not quantize its cache, logits or operands.
             CheckpointError: the model's files changed since they were opened.
         """
         model = self.model(recipe)
         result = run_timed(task, TorchModel(model, self.source.tokenizer), reference, progress)
         measured = self.source.recipe if recipe is None else recipe
-        if measured.quantizes_any("logits", "qk", "p", "pv", "activations"):
+        if measured.quantizes_any(*LAYER_TARGETS, "activations"):
             model.check_quantizers_ran()
         weights = weight_schemes_text(measured)
         if weights not in self._weight_bytes:

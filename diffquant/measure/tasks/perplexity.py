@@ -4,6 +4,7 @@ The text follows one BOS (or EOS) token, and each of its tokens is predicted onc
 batch without padding; all but the first predict their last `stride` tokens.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -253,7 +254,12 @@ def _windows(
     """Yield passes over the text: windows [B, T + 1] that include the next token, and how many tokens each scores."""
     import torch
 
+    from diffquant.support.devices import log_once
+
     check_text_windows(window, stride)
+    if model.max_length < window != WINDOW.default:
+        message = "perplexity reads windows of %s tokens, the model's context, not %s"
+        log_once(__name__, logging.WARNING, message, model.max_length, window)
     window = min(window, len(tokens) - 1, model.max_length)
     spans = list(_spans(len(tokens) - 1, window, min(stride, window)))
     rows = max(1, batch_tokens // window)

@@ -26,6 +26,8 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 # Those whose angles depend on the length of the longest sequence that is read.
 MOVING_ROPE = ("dynamic", "longrope")
+# Raise it when a change alters stored results of models with these alone, which are then measured again.
+RESULT_VERSION = 1
 # Settings that must be positive and below _ENDLESS, so that angles and positions fit in float32.
 _POSITIVE = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
