@@ -58,7 +58,8 @@ class PackedStates:
             self._quantize(recent[:, :, :spilled])
         recent = recent[:, :, spilled:]
         # Cloned, since a slice would keep the memory of quantized tokens, or of queries beside the keys, allocated.
-        self.recent = recent.clone() if recent.untyped_storage().nbytes() > recent.nbytes else recent
+        is_slice = spilled or (not torch.compiler.is_compiling() and recent.untyped_storage().nbytes() > recent.nbytes)
+        self.recent = recent.clone() if is_slice else recent
 
     def read(self) -> Tensor:
         """Return the dequantized keys or values of all tokens, [B, H, S, d] in the dtype of those appended.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from diffquant import load
 from diffquant.errors import UsageError
@@ -12,6 +13,7 @@ from diffquant.recipe import Recipe
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 from tests.support.tables import in_one_test
+from tests.support.thorough import thorough
 
 RECIPES = [
     {},
@@ -68,6 +70,21 @@ def test_a_forward_pass_is_one_graph(recipe):
     explained = torch._dynamo.explain(lambda ids: model(ids, use_cache=False).logits)(random_ids())
     assert explained.graph_break_count == 0, explained.break_reasons
     assert explained.graph_count == 1
+
+
+@thorough
+def test_compiled_decoding_with_a_quantized_cache_stops_compiling():
+    model = ours(random_diffllama(num_key_value_heads=4, num_hidden_layers=1))
+    model.apply_recipe(Recipe.of(kv="8"))
+    torch._dynamo.reset()
+    counters.clear()
+    ids, graphs, compiled = random_ids(), [], torch.compile(model.forward, backend="eager", dynamic=True)
+    ours_compiled, plain = model.new_cache(), model.new_cache()
+    for step in (ids, *ids[:, :8].split(1, 1)):
+        read = compiled(input_ids=step, past_key_values=ours_compiled).logits
+        torch.testing.assert_close(read, model(step, past_key_values=plain).logits)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[5] == graphs[-1] > 0
 
 
 def in_bfloat16():
