@@ -142,7 +142,7 @@ class Decoder(PreTrainedModel):
             held = self.new_cache()
         past = held.get_seq_length() if held is not None else 0
         # Compiled code would be compiled again for each length.
-        if self.has_quantized_cache and not torch.compiler.is_compiling():
+        if self.has_quantized_cache and len(x) and not torch.compiler.is_compiling():
             self.longest_read = max(self.longest_read, past + x.shape[1])
         if graphed_steps is not None and held is not None and not output_hidden_states:
             replayed = self._run_graphed(graphed_steps, x, attention_mask, position_ids, held)
