@@ -74,12 +74,16 @@ def is_fp8(cache: str) -> bool:
 
 
 def override_cache_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides of config.json, {"quantization_config": ...}: the entry without the scheme of the KV cache.
+    """Return overrides of config.json: its `quantization_config` and recipe without schemes of the KV cache.
 
-    Passed as `--hf-overrides`, they make vLLM ignore the folder's cache scheme. `config` must have the entry.
+    Passed as `--hf-overrides`, they make vLLM ignore the folder's cache scheme. `config` must have one.
     """
-    entry = config["quantization_config"]
-    return {"quantization_config": {key: value for key, value in entry.items() if key != "kv_cache_scheme"}}
+    entry, record = config["quantization_config"], config.get("diffquant_config") or {}
+    recipe = {target: scheme for target, scheme in record.get("recipe", {}).items() if target not in ("k", "v")}
+    return {
+        "quantization_config": {key: value for key, value in entry.items() if key != "kv_cache_scheme"},
+        "diffquant_config": record | {"recipe": recipe},
+    }
 
 
 ITEMSIZES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
