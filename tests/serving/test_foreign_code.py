@@ -313,7 +313,7 @@ def test_what_names_a_strangers_code_is_not_carried_into_a_folder_to_trust(poiso
     report = diffquant.quantize(poisoned, tmp_path / "out", {"weights": "8:row"})
     assert names_in(tmp_path / "out") == []
     assert [file.name for file in (tmp_path / "out").rglob("*.py")] == [MODELLING_FILE]
-    assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text("diff_v2")
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == make_modelling_text(MODELLING_FILE, "diff_v2")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["auto_map"] == make_auto_map(MODELLING_FILE)
     assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"top_k": 5}
