@@ -77,6 +77,12 @@ def quantization_config(
     }
 
 
+def has_packed_weights(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json describes packed weights, and not only scales of a KV cache."""
+    entry = config.get("quantization_config")
+    return entry is not None and entry.get("config_groups") != {}
+
+
 def has_own_kv_cache_scheme(config: Mapping[str, Any]) -> bool:
     """Return whether config.json has the `kv_cache_scheme` that diffquant writes for engines.
 

@@ -9,7 +9,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
-from diffquant.checkpoints.compressed_config import has_input_schemes, has_own_kv_cache_scheme, read_schemes
+from diffquant.checkpoints.compressed_config import (
+    has_input_schemes,
+    has_own_kv_cache_scheme,
+    has_packed_weights,
+    read_schemes,
+)
 from diffquant.checkpoints.compressed_tensors import SCALE
 from diffquant.checkpoints.dequantized import DequantizedCheckpoint
 from diffquant.checkpoints.opening import open_checkpoint
@@ -297,7 +302,7 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
 def _dtype(config: Mapping[str, Any]) -> str:
     """Return the dtype that a folder is served in: the checkpoint's, or bfloat16 if weights are packed."""
     stated = config.get("dtype") or config.get("torch_dtype")
-    return "bfloat16" if "quantization_config" in config or stated not in ITEMSIZES else str(stated)
+    return "bfloat16" if has_packed_weights(config) or stated not in ITEMSIZES else str(stated)
 
 
 def _environment(implementation: Implementation) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
+from diffquant.checkpoints.compressed_config import has_packed_weights
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.serving.cache import AUTO, is_fp8
@@ -63,7 +64,7 @@ def check_cpu(folder: Path, cache: str, implementation: Implementation) -> None:
         raise UsageError(
             f"vLLM's cache {cache} needs AVX-512, which this processor does not have; use {option_name('cache', AUTO)}"
         )
-    if implementation == "folder" and "quantization_config" in open_checkpoint(folder).config:
+    if implementation == "folder" and has_packed_weights(open_checkpoint(folder).config):
         raise UsageError(
             f"{folder} has packed weights, for which vLLM without the plugin needs AVX-512: leave out "
             f"{option_name('implementation', 'folder')}, since the plugin unpacks them"

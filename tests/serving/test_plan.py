@@ -131,6 +131,16 @@ def test_a_plain_checkpoint_is_served_in_its_own_dtype(vllm, tmp_path, dtype):
     assert option(plan_server(source, **ASKED), "--dtype") == dtype
 
 
+def test_a_folder_with_only_scales_of_its_cache_is_served_as_the_plain_one_that_it_is(vllm, tmp_path, monkeypatch):
+    folder = tmp_path / "scaled"
+    diffquant.quantize(POCKET, folder, {"weights": 16, "kv": "e4m3:static"})
+    edit_json(folder / "config.json", dtype="float16")
+    assert option(plan_server(folder, **ASKED), "--dtype") == "float16"
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    check_cpu(folder, "auto", "folder")
+
+
 def test_the_context_is_what_the_memory_has_room_for():
     """Weights of 32 bits; two layers of two KV heads of width 16, keys and values."""
     checkpoint = open_checkpoint(POCKET)
