@@ -29,7 +29,7 @@ from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.formats.integer import BYTES
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.reports.tables import align_columns, compare_size, format_size, stored_bits_per_weight
-from diffquant.support.names import find_duplicates, first_few, option_name
+from diffquant.support.names import find_duplicates, first_few, option_name, replace_numbers
 
 # (module, shape of its weight) -> the modules that it is packed as.
 Parted = Callable[[str, tuple[int, ...]], tuple[RowRange, ...]]
@@ -181,7 +181,7 @@ class QuantizationPlan:
     def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]]:
         groups: dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]] = {}
         for tensor in self.tensors:
-            name = re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
+            name = replace_numbers(tensor.name)
             groups.setdefault((name, tensor.info.shape, tensor.scheme, tensor.inputs), []).append(tensor)
         return groups
 

@@ -22,7 +22,7 @@ from diffquant.checkpoints.reader import Checkpoint
 from diffquant.quantization.foreign_code import remove_code_entries
 from diffquant.quantization.plan import QuantizationPlan
 from diffquant.recipe.scheme import Scheme
-from diffquant.support.names import first_few, option_name
+from diffquant.support.names import first_few, option_name, replace_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +132,7 @@ def _describe(
 
 def _patterns(names: list[str]) -> list[str]:
     """Return the names without those that differ only in numbers, which are replaced by "*"."""
-    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return list(dict.fromkeys(replace_numbers(name) for name in names))
 
 
 def _counts(config: Mapping[str, Any]) -> Iterator[int]:

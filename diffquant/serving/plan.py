@@ -206,7 +206,7 @@ def _check_format(checkpoint: Checkpoint) -> None:
     """Check that engines read this config.json, and that packed weights are integers in compressed-tensors' layout.
 
     Raises:
-        CheckpointError: it redirects them to another configuration or model.
+        CheckpointError: it redirects them to another configuration or model, or its quantization_config is no object.
         UsageError: the weights are floats, or in a layout of diffquant's own.
     """
     if leading := [key for key in REDIRECTS if key in checkpoint.config]:
@@ -214,7 +214,10 @@ def _check_format(checkpoint: Checkpoint) -> None:
             f"{', '.join(leading)} in {checkpoint.path}'s config.json leads vLLM to another configuration or model: "
             "remove it"
         )
-    layout = (checkpoint.config.get("quantization_config") or {}).get("format", PACK_QUANTIZED)
+    entry = checkpoint.config.get("quantization_config") or {}
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(f"quantization_config in {checkpoint.path}'s config.json is {entry!r}, not an object")
+    layout = entry.get("format", PACK_QUANTIZED)
     if layout not in (PACK_QUANTIZED, INT_QUANTIZED):
         raise UsageError(
             f"{checkpoint.path} has weights in the layout {layout}, which is not supported for serving yet; serve "

@@ -29,6 +29,11 @@ def option_name(parameter: str, value: object = None) -> str:
     return f"--{words}" if value is None or value is True else f"--{words} {value}"
 
 
+def replace_numbers(name: str) -> str:
+    """Replace the numbers of layers and experts in a tensor's name by "*", as patterns of names have them."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
 @contextmanager
 def use_option_names() -> Iterator[None]:
     """Name parameters as command-line options inside this context."""

@@ -139,6 +139,9 @@ def test_a_folder_with_only_scales_of_its_cache_is_served_as_the_plain_one_that_
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     check_cpu(folder, "auto", "folder")
+    edit_json(folder / "config.json", quantization_config="gptq")
+    with pytest.raises(CheckpointError, match=r"quantization_config in .* is 'gptq', not an object"):
+        plan_server(folder, **ASKED)
 
 
 def test_the_context_is_what_the_memory_has_room_for():
