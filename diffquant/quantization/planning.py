@@ -1,6 +1,7 @@
 """Estimates from a checkpoint's headers the memory that its model needs."""
 
 import math
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from diffquant.support.terminal import PrintableResult, one_line
 
 # Bytes per entry of vocabulary logits and of recurrent states, which are float32.
 _FLOAT32 = 4
+# Longest sequence that is tried. A cache in blocks lists their lengths, also when it is planned.
+_LONGEST = 2**24
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +35,7 @@ class MemoryPlan(PrintableResult):
         work: bytes of temporaries in a decoding step: one layer's dequantized keys and values, and vocabulary logits.
         memory: available bytes.
         where: short description of the memory, such as the device.
-        longest: largest number of tokens per sequence that fits; 0 if none does.
+        longest: largest number of tokens per sequence that fits, of 2^24 at most; 0 if none does.
         limit: maximum number of positions of the model (max_position_embeddings).
     """
 
@@ -111,13 +114,7 @@ def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int,
     def count_bytes(tokens: int) -> tuple[int, int]:
         return _cache_bytes(source, recipe, tokens, batch), _work_bytes(source, tokens, batch)
 
-    room = memory - weights
-    longest, beyond = 0, 1
-    while sum(count_bytes(beyond)) <= room and beyond < 2**40:
-        longest, beyond = beyond, 2 * beyond
-    while beyond - longest > 1:
-        middle = (longest + beyond) // 2
-        longest, beyond = (middle, beyond) if sum(count_bytes(middle)) <= room else (longest, middle)
+    longest = bisect_right(range(1, _LONGEST + 1), memory - weights, key=lambda tokens: sum(count_bytes(tokens)))
     cache, work = count_bytes(context)
     limit = source.architecture.max_position_embeddings
     return MemoryPlan(str(source.path), recipe, context, batch, weights, cache, work, memory, where, longest, limit)

@@ -58,6 +58,10 @@ def test_the_longest_context_fits_and_one_token_more_does_not(checkpoint):
     assert str(none).startswith("DOES NOT FIT")
 
 
+def test_memory_for_more_tokens_than_are_tried_is_planned_in_blocks_too(checkpoint):
+    assert diffquant.plan(checkpoint, {"k": "4:c32"}, context=64, memory="9999T").longest == 2**24
+
+
 def test_weights_that_fit_without_a_token_are_not_said_to_be_too_large(checkpoint):
     weights = diffquant.plan(checkpoint).weights
     for batch, memory, said in (
