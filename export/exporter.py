@@ -16,7 +16,7 @@ from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.onnx.descriptions import packed_bytes, write_descriptions
 from diffquant.onnx.files import RANGES_FILE
-from diffquant.onnx.graph.linears import container_bits
+from diffquant.onnx.graph.matrix import container_bits
 from diffquant.onnx.graph.plan import (
     CACHE_LIMIT,
     ExportPlan,

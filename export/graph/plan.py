@@ -20,8 +20,13 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import Parameters
 from diffquant.model.config import ArchitectureConfig
 from diffquant.onnx.graph.body import contrib_width_problems
-from diffquant.onnx.graph.linears import check_block_sizes
-from diffquant.onnx.graph.matrix import Matrix, attention_head_layout, check_not_requantized, open_matrix
+from diffquant.onnx.graph.matrix import (
+    Matrix,
+    attention_head_layout,
+    check_block_sizes,
+    check_not_requantized,
+    open_matrix,
+)
 from diffquant.onnx.graph.nodes import EMITTED
 from diffquant.onnx.options import ExportOptions, oldest_runtime
 from diffquant.recipe import Recipe
