@@ -66,7 +66,8 @@ class Linears:
         return [
             self._code_product(x, matrix, self._codes(matrix))
             if matrix.scheme.quantizes
-            else self._value_product(x, matrix)
+            # As fast as MatMul on a transposed copy, and the rows are written as stored, which a tied head can share.
+            else self.graph.add("FusedMatMul", x, self._values(matrix), domain=CONTRIB, transB=1)
             for matrix in matrices
         ]
 
@@ -127,11 +128,6 @@ class Linears:
             return graph.add("Reshape", blocks, shape, name=name)
         bounds = [graph.int64(f"column.{place}", (place,)) for place in (0, width, -1)]
         return graph.add("Slice", graph.add("Reshape", blocks, shape), *bounds, name=name)
-
-    def _value_product(self, x: str, matrix: Matrix) -> str:
-        values = self._values(matrix)
-        # As fast as MatMul on a transposed copy, and the rows are written as stored, which a tied head can share.
-        return self.graph.add("FusedMatMul", x, values, domain=CONTRIB, transB=1)
 
     def _are_alike(self, matrices: Sequence[Matrix]) -> bool:
         """Return whether all matrices are quantized with the same layout, so that they can be stacked."""
