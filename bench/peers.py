@@ -72,9 +72,7 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
 
 
 def _kernel(
-    name: str,
-    make: Callable[[Workload, str], AttentionCall] = make_differential_call,
-    tolerance: float | None = None,
+    name: str, make: Callable[[Workload, str], AttentionCall] = make_differential_call, tolerance: float | None = None
 ) -> Peer:
     """Make a peer of a backend of diffquant, which may not be installed or not support a call."""
     return Peer(_ours(name), make, tolerance=tolerance, missing=_reason_of(name))

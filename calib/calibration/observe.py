@@ -61,11 +61,7 @@ def flatten_tokens(states: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def observe_ranges(
-    model: CausalModel,
-    ids: Tensor,
-    targets: Collection[str],
-    observer: Observer,
-    progress: Progress = report_nothing,
+    model: CausalModel, ids: Tensor, targets: Collection[str], observer: Observer, progress: Progress = report_nothing
 ) -> dict[str, Tensor]:
     """Run a model and return the ranges of its activations, by names such as "layers.0.k".
 

@@ -189,12 +189,7 @@ def _outputs(runner: LayerRunner[Any], layer: nn.Module, states: States, exact: 
 
 
 def _descend(
-    output: _Output,
-    weights: LayerWeights,
-    latents: dict[str, _Latent],
-    states: States,
-    exact: States,
-    seed: int,
+    output: _Output, weights: LayerWeights, latents: dict[str, _Latent], states: States, exact: States, seed: int
 ) -> None:
     """Train the latents by Adam with a learning rate that decays linearly to zero, one shuffled batch per step."""
     travels = {
