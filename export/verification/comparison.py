@@ -25,12 +25,7 @@ from diffquant.onnx.verification.errors import (
     measure_stage_noise,
     relative_rms,
 )
-from diffquant.onnx.verification.passages import (
-    LONG_CONTEXT,
-    count_reached_positions,
-    cut_beginnings,
-    run_far_tokens,
-)
+from diffquant.onnx.verification.passages import LONG_CONTEXT, count_reached_positions, cut_beginnings, run_far_tokens
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import MARGIN, Measure, RouteErrors, Verification, measure_stages, worst_measure
 from diffquant.onnx.verification.routes import (

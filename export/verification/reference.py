@@ -19,14 +19,7 @@ from diffquant.model.modeling import DiffLayer
 from diffquant.onnx.graph.plan import Scales, exported_cache_channels
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.arithmetic import SUM, ExportedWeights
-from diffquant.onnx.verification.caches import (
-    WHOLE,
-    CallPattern,
-    GrowingCache,
-    Past,
-    StaticScaleCache,
-    to_model_order,
-)
+from diffquant.onnx.verification.caches import WHOLE, CallPattern, GrowingCache, Past, StaticScaleCache, to_model_order
 from diffquant.recipe import Recipe
 
 # Most positions packed into one call. Matmuls with few rows are slow, and so is attention over many masked keys.
