@@ -140,9 +140,8 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
     if not schemes:
         raise CheckpointError(
             f"no tensor of {source.path} would be packed: {len(source.packable_weights)} of "
-            f"{len(source.checkpoint.tensors)} "
-            f"are weights by their names, but the recipe or the rules exclude all of them; the rules pack "
-            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give other rules with "
+            f"{len(source.checkpoint.tensors)} are weights by their names, but the recipe or the rules exclude all of "
+            f"them; the rules pack {', '.join((*source.rules.linears, *source.rules.experts))}. Give other rules with "
             f"{option_name('weight_rules')}"
         )
 
