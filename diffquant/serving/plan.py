@@ -94,7 +94,9 @@ def plan_server(
         )
     _check_format(checkpoint)
     longest = _longest(adapter, context)
-    dtype = dtype or _dtype(config)
+    # The checkpoint's, or bfloat16 if weights are packed.
+    stated = config.get("dtype") or config.get("torch_dtype")
+    dtype = dtype or ("bfloat16" if has_packed_weights(config) or stated not in ITEMSIZES else str(stated))
     if dtype not in ITEMSIZES:
         raise UsageError(f"unknown dtype {dtype!r}; choose from {', '.join(ITEMSIZES)}")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
@@ -271,12 +273,6 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
         return None
     require_vllm_support(checkpoint.config, adapter)
     return adapter
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that a folder is served in: the checkpoint's, or bfloat16 if weights are packed."""
-    stated = config.get("dtype") or config.get("torch_dtype")
-    return "bfloat16" if has_packed_weights(config) or stated not in ITEMSIZES else str(stated)
 
 
 def _environment(implementation: Implementation) -> dict[str, str]:
