@@ -101,11 +101,8 @@ def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Col
 
 
 def _weight_shape(source: Source | WeightSource, name: str) -> tuple[int, ...]:
-    return (
-        source.adapter.source_parameters[name].shape
-        if isinstance(source, Source)
-        else source.checkpoint.tensors[name].shape
-    )
+    known = source.adapter.source_parameters if isinstance(source, Source) else source.checkpoint.tensors
+    return known[name].shape
 
 
 def _is_linear(source: Source | WeightSource, module: str, name: str) -> bool:
@@ -172,11 +169,9 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     transposed = [name for name in found if name in chosen]
     if transposed:
         shapes = first_few((f"{name} {list(tensors[name].shape)}" for name in transposed), ", ")
-        cure = (
-            option_name("keep", "PATTERN")
-            if isinstance(source, WeightSource)
-            else option_name("overrides", "PATTERN=16")
-        )
+        cure = option_name("overrides", "PATTERN=16")
+        if isinstance(source, WeightSource):
+            cure = option_name("keep", "PATTERN")
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
             f"and would be packed along the wrong axis: {shapes}; leave them unquantized with {cure}, or write "

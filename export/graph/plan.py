@@ -75,11 +75,10 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
     scales = {}
     for layer in source.architecture.cached_shapes:
         k, v = (ranges.tensors[f"layers.{layer}.{target}"] for target in ("k", "v"))
-        rows = (
-            [_to_op_order(x, order) / max_code(bits) for x, order in zip((k, v), orders, strict=True)]
-            if latent_widths(source.architecture) is None
-            else _latent_scales(k, v, bits)
-        )
+        if latent_widths(source.architecture) is None:
+            rows = [_to_op_order(x, order) / max_code(bits) for x, order in zip((k, v), orders, strict=True)]
+        else:
+            rows = _latent_scales(k, v, bits)
         scales[layer] = (rows[0].reshape(shape), rows[1].reshape(shape))
     return scales
 
