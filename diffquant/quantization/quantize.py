@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +227,7 @@ def make_pack_job(
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
     tile, rows_each = scheme.sharing.block_size or 1, height // len(tensor.parts)
-
-    def read(first: int, last: int) -> Tensor:
-        return checkpoint.read_matrix_rows(tensor.name, first, last)
-
+    read = partial(checkpoint.read_matrix_rows, tensor.name)
     dtype = scheme.format.scale_dtype(checkpoint.output_dtype(tensor.name))
     rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype, magnitudes)
 

@@ -5,7 +5,7 @@ Only rows are reordered, which every packed format allows, since codes and scale
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -142,11 +142,8 @@ class Matrix:
     def _rounded(self) -> RoundedWeight:
         """The weight rounded to nearest with absmax scales, as `quantize` stores it."""
         info = self.checkpoint.tensors[self.stored_name]
-
         # A per-tensor scale does not depend on the order of rows, so they are read in stored order, which is fastest.
-        def read(first: int, last: int) -> Tensor:
-            return self.checkpoint.read_matrix_rows(self.stored_name, first, last)
-
+        read = partial(self.checkpoint.read_matrix_rows, self.stored_name)
         dtype = self.wanted.format.scale_dtype(self.checkpoint.output_dtype(self.stored_name))
         shape = _rows_and_width(info.shape)
         return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, shape, self.wanted, dtype)
