@@ -90,8 +90,7 @@ def _by_scale(values: Tensor, scale: Tensor) -> Tensor:
 
 def _times(values: Tensor, scale: Tensor) -> Tensor:
     """Multiply values [out, in] by their scales [out, in/g]."""
-    product: Tensor = (_by_scale(values, scale) * scale[..., None]).flatten(1)
-    return product
+    return (_by_scale(values, scale) * scale[..., None]).flatten(1)
 
 
 class _Latent(nn.Module):
