@@ -113,10 +113,8 @@ def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
 
     It does so if scales have 8 bits. Products with activations of another dtype then fail.
     """
-    formats = {scheme.format for scheme in plan.schemes.values()}
-    return any(
-        each.is_in_compressed_tensors and each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats
-    )
+    formats = {scheme.format for scheme in plan.schemes.values() if scheme.format.is_in_compressed_tensors}
+    return any(each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats)
 
 
 def converted_card(
