@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +77,9 @@ class PeerComparison:
         for done, work in enumerate(workloads):
             progress(done, len(workloads), f"{self.section}: {work.name}")
             cells += self._times(work)
-        return self._with_memory(cells, workloads)
+        by_name = {work.name: work for work in workloads}
+        threads = torch.get_num_threads()
+        return [self._add_peak(cell, by_name[cell.workload], threads) if cell.values else cell for cell in cells]
 
     @torch.inference_mode()
     def _times(self, work: Workload) -> list[BenchCell]:
@@ -88,7 +90,7 @@ class PeerComparison:
                 call = peer.make(work, self.device)
                 cells[name] = self._check_peer(work, name, peer, call)
                 if cells[name].missing is None:
-                    calls[name] = make_timer(_bound(peer, call), self.device, graph=self.graph)
+                    calls[name] = make_timer(partial(peer.attention, call), self.device, graph=self.graph)
             except Exception as error:  # a peer may fail with anything, which the table reports
                 cells[name] = replace(self._cell(work, name, peer), missing=format_error(error))
         times = run_in_turns(calls, self.repeats)
@@ -100,25 +102,17 @@ class PeerComparison:
         cell = replace(self._cell(work, name, peer), facts=peer.facts(call))
         if reason := peer.missing(call):
             return replace(cell, missing=reason)
-        error = relative_error(peer, call)
-        wrong = (
-            None
-            if error <= allowed
-            else f"wrong result: error {error:.1e} against naive (limit {allowed:.0e}); not timed"
-        )
+        error, wrong = relative_error(peer, call), None
+        if not error <= allowed:
+            wrong = f"wrong result: error {error:.1e} against naive (limit {allowed:.0e}); not timed"
         return replace(cell, error=error, missing=wrong)
 
     def _cell(self, work: Workload, name: str, peer: Peer) -> BenchCell:
         allowed = tolerance(peer, work.torch_dtype)
         return BenchCell(self.section, work.name, name, baseline=BASELINE, length=work.keys, tolerance=allowed)
 
-    def _with_memory(self, cells: list[BenchCell], workloads: Sequence[Workload]) -> list[BenchCell]:
-        """Add peak memory, without the inputs, to cells; on the CPU each peer runs in a new process."""
-        by_name = {work.name: work for work in workloads}
-        threads = torch.get_num_threads()
-        return [self._add_peak(cell, by_name[cell.workload], threads) if cell.values else cell for cell in cells]
-
     def _add_peak(self, cell: BenchCell, work: Workload, threads: int) -> BenchCell:
+        """Add peak memory, without the inputs, to a cell; on the CPU the peer runs in a new process."""
         try:
             return replace(cell, peak_bytes=self.measure_peak_memory(cell.path, work, threads))
         except Exception as error:  # such as a process that the system killed because memory ran out
@@ -134,7 +128,7 @@ class PeerComparison:
         if self.device == "cuda":
             peer = self.select_peers()[name]
             with torch.inference_mode():
-                return measure_cuda_peak(_bound(peer, peer.make(work, self.device)))
+                return measure_cuda_peak(partial(peer.attention, peer.make(work, self.device)))
         with ProcessPoolExecutor(1, _fresh_processes()) as fresh:
             return fresh.submit(measure_resident_peak, self.section, name, work, threads).result()
 
@@ -161,12 +155,8 @@ def measure_resident_peak(section: str, name: str, work: Workload, threads: int)
     peer = SECTIONS[section][name]
     # A small call first loads libraries and starts threads, which do not count as a call's memory.
     few = replace(work, queries=min(16, work.queries), keys=16)
-    _bound(peer, peer.make(few, "cpu"))()
-    return measure_cpu_peak(_bound(peer, peer.make(work, "cpu")))
-
-
-def _bound(peer: Peer, call: AttentionCall) -> Callable[[], Any]:
-    return lambda: peer.attention(call)
+    peer.attention(peer.make(few, "cpu"))
+    return measure_cpu_peak(partial(peer.attention, peer.make(work, "cpu")))
 
 
 def tolerance(peer: Peer, dtype: torch.dtype) -> float:

@@ -36,6 +36,8 @@ def _dense(weights: list[Tensor]) -> Layers:
 
 def _ours(bits: int) -> Make:
     def make(weights: list[Tensor]) -> Layers:
+        from diffquant.kernels.linear.linear import linear as multiply_packed
+
         group = choose_group(weights[0].shape[1])
         first, stored = pack_weight_for_kernels(weights[0], bits, group)
         packed = [first, *(pack_weight_for_kernels(weight, bits, group)[0] for weight in weights[1:])]
@@ -59,17 +61,6 @@ def pack_weight_for_kernels(weight: Tensor, bits: int, group: int) -> tuple[Any,
     words = integers.pack(codes.flatten(-2))
     packed = repack(words, scale.squeeze(-1), bits, weight.shape[1], weight.dtype)
     return packed, integers.decode(codes, scale).flatten(-2)
-
-
-def multiply_packed(x: Tensor, weight: Any) -> Tensor:
-    """Multiply x [tokens, in] with the transpose of a weight [out, in]; return [tokens, out].
-
-    Args:
-        weight: the weight, from `pack_weight_for_kernels`.
-    """
-    from diffquant.kernels.linear.linear import linear
-
-    return linear(x, weight)
 
 
 def choose_group(width: int) -> int:

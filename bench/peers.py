@@ -72,20 +72,15 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
 
 
 def _kernel(
-    name: str,
-    make: Callable[[Workload, str], AttentionCall] = make_differential_call,
-    tolerance: float | None = None,
+    name: str, make: Callable[[Workload, str], AttentionCall] = make_differential_call, tolerance: float | None = None
 ) -> Peer:
     """Make a peer of a backend of diffquant, which may not be installed or not support a call."""
     return Peer(_ours(name), make, tolerance=tolerance, missing=_reason_of(name))
 
 
-def _simulate_logits(scheme: Scheme) -> Attention:
-    return lambda call: attend(replace(call, logits=scheme))
-
-
-def _rounded_eagerly(call: AttentionCall) -> Tensor:
-    return naive(replace(call, logits=ROW_8))
+def _simulate_logits(attention: Attention, logits: Scheme) -> Peer:
+    """Make a peer that simulates the quantization of logits."""
+    return Peer(lambda call: attention(replace(call, logits=logits)), logits=logits)
 
 
 def _padded_call(work: Workload, device: str) -> AttentionCall:
@@ -125,9 +120,6 @@ PEERS: dict[str, Peer] = {
     "DIFF, fused, int8 QK, fp8 PV": _kernel("triton-fp8", tolerance=0.1),
     "DIFF, fused, specialized": _kernel("triton-specialized"),
     "DIFF, fused, int8 QK, fp8 PV, specialized": _kernel("triton-fp8-specialized", tolerance=0.1),
-    "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, logits=ROW_8),
-    **{
-        f"DIFF, simulated logits {scheme}": Peer(_simulate_logits(scheme), logits=scheme)
-        for scheme in (ROW_8, ROW_SHIFT_8)
-    },
+    "DIFF, simulated logits 8:row, eager": _simulate_logits(naive, ROW_8),
+    **{f"DIFF, simulated logits {scheme}": _simulate_logits(attend, scheme) for scheme in (ROW_8, ROW_SHIFT_8)},
 }

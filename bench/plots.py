@@ -4,14 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffquant.benchmarks.cells import BenchCell, BenchResult
-from diffquant.reports.plots import (
-    IntervalPoint,
-    Tips,
-    draw_intervals,
-    new_figure,
-    set_log_y_scale,
-    style_axis,
-)
+from diffquant.reports.plots import IntervalPoint, Tips, draw_intervals, new_figure, set_log_y_scale, style_axis
 
 _PANELS_A_ROW = 2
 

@@ -207,20 +207,15 @@ def _measure_sections(
         try:
             parts = sections[section](options)
             for number, (name, measure) in enumerate(parts.items()):
-                within = _share_of(progress, number, len(parts))
-                kept = _keep(journal, f"{section}: {name}", lambda: [asdict(cell) for cell in measure(within)])  # noqa: B023
-                cells += map(parse_cell, kept)
+                key = f"{section}: {name}"
+                if journal.get(key) is None:
+                    measured = measure(_share_of(progress, number, len(parts)))
+                    journal.add(key, [asdict(cell) for cell in measured])
+                cells += map(parse_cell, journal.get(key))
         except Exception as error:  # no error may lose the other sections' results
             cells.append(BenchCell(section, "the whole section", "diffquant", missing=format_error(error)))
             failed.append(section)
     return cells, failed
-
-
-def _keep(journal: Journal, name: str, measure: Callable[[], Any]) -> Any:
-    """Return a result from the journal; if it is not there, measure and store it first."""
-    if journal.get(name) is None:
-        journal.add(name, measure())
-    return journal.get(name)
 
 
 def _share_of(progress: Progress, number: int, parts: int) -> Progress:

@@ -11,7 +11,7 @@ from diffquant.checkpoints.side_files import format_front_matter, read_json
 from diffquant.checkpoints.texts import SpecialTokens
 from diffquant.errors import CheckpointError
 from diffquant.model.config import DiffTransformerConfig
-from diffquant.onnx.graph.linears import container_bits
+from diffquant.onnx.graph.matrix import container_bits
 from diffquant.onnx.graph.plan import ExportPlan, cached_key_width
 from diffquant.onnx.graph.streaming import StreamedTensor
 from diffquant.onnx.manifest import write_manifest

@@ -16,14 +16,8 @@ from diffquant.checkpoints.source import Source, open_source
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.onnx.descriptions import packed_bytes, write_descriptions
 from diffquant.onnx.files import RANGES_FILE
-from diffquant.onnx.graph.linears import container_bits
-from diffquant.onnx.graph.plan import (
-    CACHE_LIMIT,
-    ExportPlan,
-    Scales,
-    plan_export,
-    static_scales,
-)
+from diffquant.onnx.graph.matrix import container_bits
+from diffquant.onnx.graph.plan import CACHE_LIMIT, ExportPlan, Scales, plan_export, static_scales
 from diffquant.onnx.graph.streaming import StreamedTensor, assign_offsets, write_data_file
 from diffquant.onnx.options import ExportOptions, check_runtime
 from diffquant.onnx.runtime.device import cuda_notes

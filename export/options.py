@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime
+from packaging.version import Version
 
 from diffquant.errors import UsageError
 from diffquant.onnx.files import PLAIN, PORTABLE, Layout
@@ -161,7 +162,7 @@ def check_runtime(options: ExportOptions) -> None:
         UsageError: the installed version is too old; the message names the oldest that can load the model.
     """
     floor = oldest_runtime(options)
-    if _parse_version(onnxruntime.__version__) < _parse_version(floor):
+    if Version(onnxruntime.__version__).release[:2] < Version(floor).release:
         cache = f" with a {options.kv_bits}-bit KV cache" if options.kv_bits < 16 else ""
         raise UsageError(f"a model{cache} needs ONNX Runtime {floor}; installed is {onnxruntime.__version__}")
 
@@ -176,8 +177,3 @@ def oldest_runtime(options: ExportOptions, has_stacked_codes: bool = False) -> s
         return "1.27"
     gathers_codes = options.embed_bits < 16 or has_stacked_codes
     return "1.23" if not options.portable or gathers_codes else "1.18"
-
-
-def _parse_version(version: str) -> tuple[int, int]:
-    major, minor, *_ = version.split(".")
-    return int(major), int(minor)

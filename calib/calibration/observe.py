@@ -61,11 +61,7 @@ def flatten_tokens(states: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def observe_ranges(
-    model: CausalModel,
-    ids: Tensor,
-    targets: Collection[str],
-    observer: Observer,
-    progress: Progress = report_nothing,
+    model: CausalModel, ids: Tensor, targets: Collection[str], observer: Observer, progress: Progress = report_nothing
 ) -> dict[str, Tensor]:
     """Run a model and return the ranges of its activations, by names such as "layers.0.k".
 
@@ -101,13 +97,16 @@ def compute_layer_ranges(
         observer: rule that turns magnitudes into ranges.
     """
     own = [target for target in targets if number in model.model.architecture.target_layers[target]]
-    ranges = _ranges_of_targets(projections, own, observer, model.config.diff_spec)
-    return {f"layers.{number}.{target}": _nonzero(tensor).cpu() for target, tensor in ranges.items()}
-
-
-def _nonzero(ranges: Tensor) -> Tensor:
-    """Replace ranges of 0 by 1: if all values are 0, their codes are 0 at any scale."""
-    return torch.where(ranges == 0, 1.0, ranges)
+    spec, ranges = model.config.diff_spec, dict[str, Tensor]()
+    if "k" in own:
+        keys = torch.cat([flatten_tokens(cached[0]) for *_, cached in projections])
+        ranges["k"] = key_ranges(observer, keys, spec).view(keys.shape[1:])
+    if "v" in own:
+        values = torch.cat([flatten_tokens(cached[1]) for *_, cached in projections])
+        ranges["v"] = observer.ranges(values.abs().flatten(1)).view(values.shape[1:])
+    if "logits" in own:
+        ranges["logits"] = _logit_ranges(projections, observer, spec)
+    return {f"layers.{number}.{target}": tensor.cpu() for target, tensor in ranges.items()}
 
 
 def make_ranges(
@@ -136,22 +135,6 @@ def make_ranges(
         "code": result_version_digest((*MODEL_MODULES, __name__)),
     }
     return Ranges(source.fingerprint, settings, observer.bits if observer.kind == "mse" else None, tensors)
-
-
-def _ranges_of_targets(
-    projections: list[Projections], targets: Collection[str], observer: Observer, spec: DiffSpec
-) -> dict[str, Tensor]:
-    """Return one layer's ranges of the given targets: k [key heads, d], v [h_kv, dv], logits [query heads]."""
-    ranges = {}
-    if "k" in targets:
-        keys = torch.cat([flatten_tokens(cached[0]) for *_, cached in projections])
-        ranges["k"] = key_ranges(observer, keys, spec).view(keys.shape[1:])
-    if "v" in targets:
-        values = torch.cat([flatten_tokens(cached[1]) for *_, cached in projections])
-        ranges["v"] = observer.ranges(values.abs().flatten(1)).view(values.shape[1:])
-    if "logits" in targets:
-        ranges["logits"] = _logit_ranges(projections, observer, spec)
-    return ranges
 
 
 def _logit_ranges(projections: list[Projections], observer: Observer, spec: DiffSpec) -> Tensor:

@@ -152,8 +152,7 @@ class Search:
         seconds = sum(share * (layers - unit.layer + 1) for unit, _ in self.missing_measurements)
         return (
             f"{count} units at {len(self.widths)} widths: {len(self.missing_measurements)} of "
-            f"{count * len(self.widths)} "
-            f"measurements to do, about {seconds / 60:.1f} minutes"
+            f"{count * len(self.widths)} measurements to do, about {seconds / 60:.1f} minutes"
         )
 
     def run(self, progress: Progress = report_nothing) -> SearchResult:

@@ -12,7 +12,6 @@ from diffquant.calib.search.result import INTEGERS, Width, count_code_bits, sche
 from diffquant.checkpoints.source import Source
 from diffquant.errors import UsageError
 from diffquant.measure.sweep.subject import cached_bytes_per_token
-from diffquant.model.blocks import CachedShapes
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import quantize_as_stored
@@ -123,27 +122,22 @@ def find_unassigned_units(source: Source, granularity: str) -> list[Unit]:
 
 
 def _layer_unit(source: Source, target: str, layer: int, widths: Sequence[Width]) -> Unit:
-    elements, stored = _entries(source.architecture.cached_shapes.get(layer), target, widths)
+    granularity, shapes = DEFAULT_GRANULARITY[target], source.architecture.cached_shapes.get(layer)
+    elements, stored = 1, {width: count_code_bits(width) / 8 for width in widths}
+    if target != "logits" and shapes is not None:
+        heads, channels = shapes.keys if target == "k" else shapes.values
+        schemes = {width: scheme_at(width, granularity, target) for width in widths}
+        stored = {width: cached_bytes_per_token(scheme, heads, channels) for width, scheme in schemes.items()}
+        elements = heads * channels
     return Unit(
         target=target,
         name=layer_target_name(target, layer),
         layer=layer,
         kind=target,
-        granularity=DEFAULT_GRANULARITY[target],
+        granularity=granularity,
         elements=elements,
         stored=stored,
     )
-
-
-def _entries(rows: CachedShapes | None, target: str, widths: Sequence[Width]) -> tuple[int, dict[Width, float]]:
-    """Return one layer's elements of "k" or "v" per token, or 1 for "logits", and their bytes at each width."""
-    if target == "logits" or rows is None:
-        return 1, {width: count_code_bits(width) / 8 for width in widths}
-    heads, channels = rows.keys if target == "k" else rows.values
-    schemes = {width: scheme_at(width, DEFAULT_GRANULARITY[target], target) for width in widths}
-    return heads * channels, {
-        width: cached_bytes_per_token(scheme, heads, channels) for width, scheme in schemes.items()
-    }
 
 
 def to_recipe(widths: Mapping[Unit, Width]) -> Recipe:

@@ -104,14 +104,12 @@ def describe_change(target: str, source: Source, factors: int = 0) -> str:
     if target != ROTATED:
         return _CHANGES[target]
     width, spec = source.architecture.hidden_size, source.spec
+    values = f"values are rotated within each head (seed {spec.value_dim})."
+    if spec.output_gate:
+        values = "values are not rotated, since their output gate is elementwise."
     return (
         f"the residual stream is rotated by an orthogonal matrix (of seed {width}, its width) and norms' weights are "
-        "folded into the weights that follow; "
-        + (
-            "values are not rotated, since their output gate is elementwise."
-            if spec.output_gate
-            else f"values are rotated within each head (seed {spec.value_dim})."
-        )
+        f"folded into the weights that follow; {values}"
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ from diffquant.support.progress import Progress
 
 # Float32 intermediates of a block stay within a core's cache; larger blocks are much slower.
 BLOCK_ELEMENTS = 1 << 18
+# Number of blocks that workers are given in advance.
+_AHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,7 @@ def write_shards(
                 records[name] = record
             else:
                 digest = None if shard.source is None else pool.submit(content_digest, shard.source)
-                report = partial(_report_after, progress, done, total_bytes)
-                sums = _write_shard(shard, staging.folder / name, pool, report)
+                sums = _write_shard(shard, staging.folder / name, pool, progress, done, total_bytes)
                 # Hashing this file overlaps with the next one's work.
                 finishing.append((name, pool.submit(_finish, staging, name, digest, sums)))
             done += size
@@ -201,11 +201,15 @@ def checkpoint_key(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _write_shard(
-    shard: Shard, path: Path, pool: ThreadPoolExecutor, progress: Callable[[float, str], None]
+    shard: Shard, path: Path, pool: ThreadPoolExecutor, progress: Progress, done: float, total_bytes: int
 ) -> dict[str, list[float]]:
-    """Write one file; return sums of squares by job, added in row order so that they never depend on timing."""
+    """Write one file; return sums of squares by job, added in row order so that they never depend on timing.
+
+    Args:
+        done: number of bytes of earlier files, to which the progress adds this one's.
+        total_bytes: number of bytes of all files.
+    """
     sums: dict[str, list[float]] = {}
-    done = 0.0
     with closing(ShardFile(path, shard.outputs)) as file:
 
         def make_and_write(job: ConversionJob, first: int, last: int) -> tuple[str, int, float, float]:
@@ -220,22 +224,19 @@ def _write_shard(
             error_before, total_before = sums.get(name, (0.0, 0.0))
             sums[name] = [error_before + error, total_before + total]
             done += written
-            progress(done, name)
+            progress(done, total_bytes, name)
     return {name: [error, total] for name, (error, total) in sums.items() if total}
 
 
-def map_in_order(
-    pool: ThreadPoolExecutor, work: Callable[..., Any], tasks: Iterator[tuple[Any, ...]], ahead: int = 64
-) -> Iterator[Any]:
+def map_in_order(pool: ThreadPoolExecutor, work: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
     """Call `work` in a pool of threads for each task, and yield the results in the order of the tasks.
 
     If a call raises an error, the remaining tasks are not run.
 
     Args:
         tasks: arguments of each call.
-        ahead: number of tasks that are submitted in advance.
     """
-    futures = deque(pool.submit(work, *task) for task in islice(tasks, ahead))
+    futures = deque(pool.submit(work, *task) for task in islice(tasks, _AHEAD))
     try:
         while futures:
             result = futures[0].result()
@@ -255,10 +256,6 @@ def _finish(
     staging: Staging, name: str, digest: "Future[str] | None", sums: Mapping[str, list[float]]
 ) -> dict[str, Any]:
     return staging.record_finished(name, {"source_digest": digest and digest.result(), "sums": dict(sums)})
-
-
-def _report_after(progress: Progress, before: float, total: float, done: float, what: str) -> None:
-    progress(before + done, total, what)
 
 
 @contextmanager

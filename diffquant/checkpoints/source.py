@@ -110,10 +110,6 @@ class Source:
     def spec(self) -> DiffSpec:
         return self.architecture.diff_spec
 
-    @property
-    def layer_count(self) -> int:
-        return self.architecture.num_hidden_layers
-
     def require_transformer(self, verb: str) -> TransformerArchitecture:
         """Return the architecture, for a verb (a command of diffquant) that supports only a DiffTransformer.
 

@@ -6,7 +6,7 @@ No file states the layout. It is inferred from biases, whose length is `out`, an
 import re
 from collections.abc import Mapping, Sequence
 
-from diffquant.checkpoints.dequantized.base import CONV1D
+from diffquant.checkpoints.dequantized import CONV1D
 from diffquant.checkpoints.reader import TensorInfo
 
 # These have more outputs than inputs in every model.

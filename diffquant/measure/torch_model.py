@@ -90,8 +90,7 @@ class TorchModel(LanguageModel):
         return int(self.model.config.vocab_size)
 
     def new_cache(self) -> Cache:
-        cache: Cache = self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache()
-        return cache
+        return self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache()
 
     def compute_outputs(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> HiddenStates:
         """Compute the last hidden states; in a `DiffTransformer`, positions are counted without padding."""

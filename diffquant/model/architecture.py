@@ -169,8 +169,7 @@ class Architecture(ABC):
                 if scheme.granularity == "group" and scheme.granularity_size and width % scheme.granularity_size:
                     raise UsageError(
                         f"{target} at {scheme}: groups of {scheme.granularity_size} channels do not divide layer "
-                        f"{layer}'s heads "
-                        f"of {width}; use another granularity or format, such as e4m3:token"
+                        f"{layer}'s heads of {width}; use another granularity or format, such as e4m3:token"
                     )
 
 

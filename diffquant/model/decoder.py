@@ -216,12 +216,7 @@ class Decoder(PreTrainedModel):
         return normed
 
     def _run_graphed(
-        self,
-        graphs: GraphedSteps,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache,
+        self, graphs: GraphedSteps, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache
     ) -> Tensor | None:
         """Compute hidden states [B, T, D] from embedded tokens x [B, T, D] by replaying a CUDA graph.
 

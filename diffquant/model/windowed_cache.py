@@ -28,12 +28,7 @@ class WindowedLayer(PackedLayer):
         self.window = window
 
     def update(  # type: ignore[override]  # transformers passes on layer-specific arguments
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: object,
-        needed: int | None = None,
-        **kwargs: object,
+        self, key_states: Tensor, value_states: Tensor, *args: object, needed: int | None = None, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store new tokens, return the keys and values that they may see, then forget those outside the window.
 

@@ -101,11 +101,8 @@ def check_activations(source: Source | WeightSource, recipe: Recipe, packed: Col
 
 
 def _weight_shape(source: Source | WeightSource, name: str) -> tuple[int, ...]:
-    return (
-        source.adapter.source_parameters[name].shape
-        if isinstance(source, Source)
-        else source.checkpoint.tensors[name].shape
-    )
+    known = source.adapter.source_parameters if isinstance(source, Source) else source.checkpoint.tensors
+    return known[name].shape
 
 
 def _is_linear(source: Source | WeightSource, module: str, name: str) -> bool:
@@ -140,9 +137,8 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
     if not schemes:
         raise CheckpointError(
             f"no tensor of {source.path} would be packed: {len(source.packable_weights)} of "
-            f"{len(source.checkpoint.tensors)} "
-            f"are weights by their names, but the recipe or the rules exclude all of them; the rules pack "
-            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give other rules with "
+            f"{len(source.checkpoint.tensors)} are weights by their names, but the recipe or the rules exclude all of "
+            f"them; the rules pack {', '.join((*source.rules.linears, *source.rules.experts))}. Give other rules with "
             f"{option_name('weight_rules')}"
         )
 
@@ -173,11 +169,9 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     transposed = [name for name in found if name in chosen]
     if transposed:
         shapes = first_few((f"{name} {list(tensors[name].shape)}" for name in transposed), ", ")
-        cure = (
-            option_name("keep", "PATTERN")
-            if isinstance(source, WeightSource)
-            else option_name("overrides", "PATTERN=16")
-        )
+        cure = option_name("overrides", "PATTERN=16")
+        if isinstance(source, WeightSource):
+            cure = option_name("keep", "PATTERN")
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
             f"and would be packed along the wrong axis: {shapes}; leave them unquantized with {cure}, or write "

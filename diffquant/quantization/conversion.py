@@ -94,8 +94,7 @@ class ConversionResult(PrintableResult):
             f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
             f"{format_size(self.bytes_after)} from the source's {format_size(self.bytes_before)}, in "
-            f"{self.seconds:.1f} s"
-            f"{recipe}"
+            f"{self.seconds:.1f} s{recipe}"
         )
         return "\n".join([text, *self.notes])
 

@@ -34,7 +34,7 @@ def quantized_card(
     modelling_file: str,
     replaced: Sequence[str],
     is_differential: bool,
-    left_out: Sequence[str] = (),
+    left_out: Sequence[str],
 ) -> str:
     """Return the model card of a quantized checkpoint: what was quantized, how, and how to load it.
 
@@ -47,12 +47,7 @@ def quantized_card(
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
-    schemes = {
-        "weights": recipe.weights,
-        "K cache": recipe.k,
-        "V cache": recipe.v,
-        "attention logits": recipe.logits,
-    }
+    schemes = {"weights": recipe.weights, "K cache": recipe.k, "V cache": recipe.v, "attention logits": recipe.logits}
     operands = {"inputs of these layers": recipe.activations, "queries and keys": recipe.qk}
     operands |= {"softmax weights": recipe.p, "values before P·V": recipe.pv}
     schemes |= {what: scheme for what, scheme in operands.items() if scheme.quantizes}
@@ -67,12 +62,9 @@ def quantized_card(
         *(f"| {what} | {scheme} |" for what, scheme in schemes.items()),
         "",
         f"Tensors take {plan.size_text}.",
-        *(
-            [f"\n{again[:1].upper()}{again[1:]}."]
-            if plan.schemes and (again := plan.checkpoint.requantization_warning)
-            else []
-        ),
     ]
+    if plan.schemes and (again := plan.checkpoint.requantization_warning):
+        lines.append(f"\n{again[:1].upper()}{again[1:]}.")
     if plan.cache_scales:
         lines.append(_CACHE)
     if plan.schemes:
@@ -121,19 +113,12 @@ def _is_decoded_in_bfloat16(plan: QuantizationPlan) -> bool:
 
     It does so if scales have 8 bits. Products with activations of another dtype then fail.
     """
-    formats = {scheme.format for scheme in plan.schemes.values()}
-    return any(
-        each.is_in_compressed_tensors and each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats
-    )
+    formats = {scheme.format for scheme in plan.schemes.values() if scheme.format.is_in_compressed_tensors}
+    return any(each.stored_scale_dtype(torch.float32).itemsize == 1 for each in formats)
 
 
 def converted_card(
-    checkpoint: Checkpoint,
-    source_type: str,
-    kind: str,
-    what: str,
-    is_differential: bool,
-    left_out: Sequence[str] = (),
+    checkpoint: Checkpoint, source_type: str, kind: str, what: str, is_differential: bool, left_out: Sequence[str]
 ) -> str:
     """Return the model card of a converted checkpoint, with its source.
 

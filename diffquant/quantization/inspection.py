@@ -98,7 +98,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
         path=str(source.path),
         model_type=source.model_type,
         spec=source.spec,
-        layers=source.layer_count,
+        layers=source.architecture.num_hidden_layers,
         kinds=dict(Counter(source.architecture.layer_kinds)),
         hidden_size=source.architecture.hidden_size,
         parameters=parameters,

@@ -1,7 +1,7 @@
 """A plan of what quantizing a checkpoint will do, tensor by tensor."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -169,21 +169,18 @@ class QuantizationPlan:
 
     def table(self) -> str:
         """Return a table of the tensors, with one line for equal tensors of all layers, and the total size."""
+        groups: dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]] = {}
+        for tensor in self.tensors:
+            key = replace_numbers(tensor.name), tensor.info.shape, tensor.scheme, tensor.inputs
+            groups.setdefault(key, []).append(tensor)
         lines = []
-        for (name, shape, scheme, inputs), alike in self._alike_tensors().items():
+        for (name, shape, scheme, inputs), alike in groups.items():
             size = format_size(sum(tensor.stored_bytes for tensor in alike))
             said = f"{scheme}, inputs {inputs}" if inputs.quantizes else str(scheme)
             lines.append((name, str(len(alike)), str(list(shape)), said, f"{alike[0].stored_bits:.2f}", size))
         rows = align_columns(("tensor", "count", "shape", "scheme", "stored bits", "size"), lines)
         packed = f"; packed weights {self.packed_bits:.2f} stored bits each" if self.schemes else ""
         return "\n".join([*rows, f"total {self.size_text}{packed}", *self.notes])
-
-    def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]]:
-        groups: dict[tuple[str, tuple[int, ...], Scheme, Scheme], list[PlannedTensor]] = {}
-        for tensor in self.tensors:
-            name = replace_numbers(tensor.name)
-            groups.setdefault((name, tensor.info.shape, tensor.scheme, tensor.inputs), []).append(tensor)
-        return groups
 
 
 def plan_quantization(
@@ -245,7 +242,7 @@ def plan_quantization(
     is_rounded = bool(unpacked) or read_recorded_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
     plan = QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
-    return replace(plan, notes=(*notes, *_unread_experts(plan), *_misread_experts(plan), *_unserved_groups(plan)))
+    return replace(plan, notes=(*notes, *_engine_notes(plan)))
 
 
 def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -> Parted:
@@ -258,40 +255,30 @@ def _choose_parts(source: Source | WeightSource, packed: Mapping[str, Scheme]) -
     return as_whole_part if has_adapter(source.checkpoint.config) else split_experts
 
 
-def _unread_experts(plan: QuantizationPlan) -> list[str]:
-    """Return a warning if experts stay in one tensor, which transformers does not read, else an empty list."""
+def _engine_notes(plan: QuantizationPlan) -> Iterator[str]:
+    """Yield warnings about weights that transformers would misread, or for which vLLM has no kernel."""
     stacked = [part.module for tensor in plan.tensors for part in tensor.parts if len(part.shape) > 2]
-    if not stacked or plan.rules is None:
-        return []
-    return [
-        f"transformers finds no Linear for experts that stay one tensor ({first_few(stacked, ', ')}) and fills them "
-        f"with random numbers; to load the folder there, give {option_name('keep', '*experts*')}"
-    ]
-
-
-def _misread_experts(plan: QuantizationPlan) -> list[str]:
-    """Return a warning if transformers would silently misread experts, else an empty list."""
+    if stacked and plan.rules is not None:
+        yield (
+            f"transformers finds no Linear for experts that stay one tensor ({first_few(stacked, ', ')}) and fills "
+            f"them with random numbers; to load the folder there, give {option_name('keep', '*experts*')}"
+        )
     formats = {
         scheme.format.name
         for module, scheme in plan.written_schemes.items()
         if scheme.format.spans_tensor and re.search(r"experts\.\d+\.", module)
     }
-    if not formats:
-        return []
-    return [
-        f"transformers (5.24) ignores the tensor scale of experts in {' and '.join(sorted(formats))}, so its weights "
-        f"are hundreds of times too large; for transformers use, for example, {option_name('weights', 'mxfp4')}"
-    ]
-
-
-def _unserved_groups(plan: QuantizationPlan) -> list[str]:
-    """Return a note if vLLM has no kernel for 8-bit weights whose inputs are rounded, else an empty list."""
-    if not any(tensor.scheme.format is BYTES and tensor.scheme.granularity_size for tensor in plan.tensors):
-        return []
-    return [
-        f"vLLM multiplies rounded activations by 8-bit weights only if these have one scale per output channel or "
-        f"tensor; to use vLLM, give {option_name('weights', '8:channel')}"
-    ]
+    if formats:
+        yield (
+            f"transformers (5.24) ignores the tensor scale of experts in {' and '.join(sorted(formats))}, so its "
+            "weights are hundreds of times too large; for transformers use, for example, "
+            + option_name("weights", "mxfp4")
+        )
+    if any(tensor.scheme.format is BYTES and tensor.scheme.granularity_size for tensor in plan.tensors):
+        yield (
+            "vLLM multiplies rounded activations by 8-bit weights only if these have one scale per output channel or "
+            f"tensor; to use vLLM, give {option_name('weights', '8:channel')}"
+        )
 
 
 def _linears(source: Source | WeightSource) -> tuple[str, ...]:

@@ -71,11 +71,9 @@ class MemoryPlan(PrintableResult):
 
     def __str__(self) -> str:
         what = "fits" if self.fits else "DOES NOT FIT"
-        without = (
-            "no token fits in addition to the weights"
-            if self.weights <= self.memory
-            else "the weights alone do not fit"
-        )
+        without = "the weights alone do not fit"
+        if self.weights <= self.memory:
+            without = "no token fits in addition to the weights"
         longest = f"up to {self.longest:,} tokens fit" if self.longest else without
         beyond = f", more than its {self.limit:,} positions" if self.longest > self.limit else ""
         return "\n".join(

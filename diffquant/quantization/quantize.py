@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +227,7 @@ def make_pack_job(
     scheme = tensor.scheme
     height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
     tile, rows_each = scheme.sharing.block_size or 1, height // len(tensor.parts)
-
-    def read(first: int, last: int) -> Tensor:
-        return checkpoint.read_matrix_rows(tensor.name, first, last)
-
+    read = partial(checkpoint.read_matrix_rows, tensor.name)
     dtype = scheme.format.scale_dtype(checkpoint.output_dtype(tensor.name))
     rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype, magnitudes)
 
@@ -278,13 +276,11 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
     magnitudes = Magnitudes(plan.checkpoint, plan.schemes)
     jobs: dict[str, list[ConversionJob]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
-        packs = tensor.scheme.quantizes
-        may_mask = plan.rules is not None and plan.rules.may_be_mask(tensor.name, len(tensor.info.shape))
-        job = (
-            make_pack_job(plan.checkpoint, tensor, rounder, magnitudes)
-            if packs
-            else make_copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
-        )
+        if tensor.scheme.quantizes:
+            job = make_pack_job(plan.checkpoint, tensor, rounder, magnitudes)
+        else:
+            may_mask = plan.rules is not None and plan.rules.may_be_mask(tensor.name, len(tensor.info.shape))
+            job = make_copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype, may_mask)
         jobs[tensor.info.shard].append(job)
     if plan.cache_scales:
         jobs[plan.tensors[0].info.shard] += [_scale_job(*scale) for scale in plan.cache_scales.items()]
@@ -299,8 +295,5 @@ def _scale_job(name: str, scale: float) -> ConversionJob:
 def _errors(plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the relative RMS error of each packed weight, from the records of the files written."""
     sums = {name: squares for record in records.values() for name, squares in record["sums"].items()}
-    return {tensor.name: _relative_rms(*sums.get(tensor.name, (0.0, 0.0))) for tensor in plan.packed}
-
-
-def _relative_rms(error: float, total: float) -> float:
-    return math.sqrt(error / total) if total else 0.0
+    parts = {tensor.name: sums.get(tensor.name, (0.0, 0.0)) for tensor in plan.packed}
+    return {name: math.sqrt(error / total) if total else 0.0 for name, (error, total) in parts.items()}

@@ -4,10 +4,9 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Any
 
 from diffquant.checkpoints.compressed_config import (
     has_input_schemes,
@@ -41,40 +40,13 @@ from diffquant.serving.cache import (
     override_cache_scheme,
     plan_capacity,
 )
+from diffquant.serving.server import Implementation, ServerPlan
 from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
 from diffquant.support.names import first_few, option_name
 
 # Hides from vLLM how weights are packed that `ServedDecoder` unpacks, as vLLM does not know the layout.
 WITHOUT_PACKING = {"quantization_config": None}
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-Implementation = Literal["plugin", "folder"]
-
-
-@dataclass(frozen=True)
-class ServerPlan:
-    """A server to start.
-
-    Attributes:
-        command: command line of vLLM's OpenAI server.
-        environment: environment variables that the server needs in addition to this process's.
-        url: URL of its API.
-        name: name of the model in requests.
-        cache: vLLM's name of the cache's format.
-        notes: sentences about what was not tested, and about results that differ from diffquant's.
-    """
-
-    command: list[str]
-    environment: dict[str, str]
-    url: str
-    name: str
-    cache: str
-    notes: list[str]
-
-    @property
-    def curl(self) -> str:
-        """A curl command that requests a few tokens from the server."""
-        asked = json.dumps({"model": self.name, "prompt": "The capital of France is", "max_tokens": 16})
-        return f"curl {self.url}/completions -H 'Content-Type: application/json' -d {quote(asked)}"
 
 
 def plan_server(
@@ -118,12 +90,13 @@ def plan_server(
     ):
         raise UsageError(
             f"{model} holds weights quantized to {checkpoint.earlier_format}: make a 16-bit folder for the server "
-            f"first, "
-            f"diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
+            f"first, diffquant quantize {quote(str(model))} -o FOLDER --weights 16"
         )
     _check_format(checkpoint)
     longest = _longest(adapter, context)
-    dtype = dtype or _dtype(config)
+    # The checkpoint's, or bfloat16 if weights are packed.
+    stated = config.get("dtype") or config.get("torch_dtype")
+    dtype = dtype or ("bfloat16" if has_packed_weights(config) or stated not in ITEMSIZES else str(stated))
     if dtype not in ITEMSIZES:
         raise UsageError(f"unknown dtype {dtype!r}; choose from {', '.join(ITEMSIZES)}")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
@@ -145,7 +118,7 @@ def plan_server(
         command += ["--hf-overrides", json.dumps(override_cache_scheme(config))]
     if adapter is not None and ranks > 1:
         check_ranks(config, adapter, ranks, implementation)
-    notes = _notes(cache, memory is None) + _activation_notes(config, memory is not None)
+    notes = _notes(config, cache, memory is not None)
     if adapter is not None and implementation == "plugin":
         _check_joined(checkpoint, adapter)
     if adapter is not None and isinstance(adapter.architecture, TransformerArchitecture):
@@ -302,12 +275,6 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
     return adapter
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that a folder is served in: the checkpoint's, or bfloat16 if weights are packed."""
-    stated = config.get("dtype") or config.get("torch_dtype")
-    return "bfloat16" if has_packed_weights(config) or stated not in ITEMSIZES else str(stated)
-
-
 def _environment(implementation: Implementation) -> dict[str, str]:
     """Return the server's environment variables: no telemetry or download, no thread binding, the plugin or none."""
     chosen = os.environ.get("VLLM_PLUGINS")
@@ -321,22 +288,19 @@ def _environment(implementation: Implementation) -> dict[str, str]:
     return environment
 
 
-def _activation_notes(config: Mapping[str, Any], on_cpu: bool) -> list[str]:
-    """Return what vLLM computes of a folder's rounded activations, where it is not what diffquant computes."""
-    if not has_input_schemes(config):
-        return []
-    if config["quantization_config"]["format"] == INT_QUANTIZED:
-        return ["vLLM rounds activations with scales of absmax / 127, diffquant and transformers with absmax / 127.5"]
-    why = "activations stay at 16 bits in bfloat16, where vLLM's own kernel for 4-bit weights runs"
-    advice = f"to round them as in the recipe, use {option_name('dtype', 'float32')}"
-    return [f"on a CPU {why}; {advice}"] if on_cpu else []
-
-
-def _notes(cache: str, has_gpu: bool) -> list[str]:
+def _notes(config: Mapping[str, Any], cache: str, on_cpu: bool) -> list[str]:
+    """Return notes on what vLLM rounds otherwise than diffquant, and on an untested version."""
     notes = []
-    if is_fp8(cache) and not has_gpu:
+    if is_fp8(cache) and on_cpu:
         what = f"on a CPU vLLM truncates K and V to {cache}, where diffquant rounds to the nearest level"
         notes.append(f"{what}: errors are twice as large")
     if version := find_untested_vllm():
         notes.append(f"the plugin was tested with vLLM {', '.join(TESTED)}, but {version} is installed")
+    if has_input_schemes(config) and config["quantization_config"]["format"] == INT_QUANTIZED:
+        notes.append(
+            "vLLM rounds activations with scales of absmax / 127, diffquant and transformers with absmax / 127.5"
+        )
+    elif has_input_schemes(config) and on_cpu:
+        why = "activations stay at 16 bits in bfloat16, where vLLM's own kernel for 4-bit weights runs"
+        notes.append(f"on a CPU {why}; to round them as in the recipe, use {option_name('dtype', 'float32')}")
     return notes

@@ -1,5 +1,6 @@
 """vLLM's OpenAI server for a folder that diffquant wrote, run until it is interrupted."""
 
+import json
 import os
 import platform
 import signal
@@ -9,7 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
+from typing import Literal
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
@@ -17,12 +21,39 @@ from diffquant.checkpoints.compressed_config import has_packed_weights
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.serving.cache import AUTO, is_fp8
-from diffquant.serving.plan import Implementation, ServerPlan
 from diffquant.support.names import option_name
 
 _PAUSE = 0.5
 # Seconds that the server has to finish its requests when it is stopped.
 _PATIENCE = 20
+Implementation = Literal["plugin", "folder"]
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A server to start.
+
+    Attributes:
+        command: command line of vLLM's OpenAI server.
+        environment: environment variables that the server needs in addition to this process's.
+        url: URL of its API.
+        name: name of the model in requests.
+        cache: vLLM's name of the cache's format.
+        notes: sentences about what was not tested, and about results that differ from diffquant's.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    url: str
+    name: str
+    cache: str
+    notes: list[str]
+
+    @property
+    def curl(self) -> str:
+        """A curl command that requests a few tokens from the server."""
+        asked = json.dumps({"model": self.name, "prompt": "The capital of France is", "max_tokens": 16})
+        return f"curl {self.url}/completions -H 'Content-Type: application/json' -d {quote(asked)}"
 
 
 def run_server(plan: ServerPlan, on_ready: Callable[[], None]) -> None:

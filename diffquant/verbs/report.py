@@ -41,12 +41,9 @@ def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
     folders, index = to_paths(runs), to_path(output)
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     if absent:
-        files = [str(folder) for folder in folders if folder.is_file()]
-        raise UsageError(
-            f"{', '.join(files)}: give the folder of a run, not a file of it"
-            if files
-            else f"no such folder: {', '.join(absent)}"
-        )
+        if files := [str(folder) for folder in folders if folder.is_file()]:
+            raise UsageError(f"{', '.join(files)}: give the folder of a run, not a file of it")
+        raise UsageError(f"no such folder: {', '.join(absent)}")
     index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
     check_output_file(index, _is_index(index))
     found = find_runs(folders)

@@ -54,24 +54,17 @@ def add_expert_product(linears: Linears, x: str, matrix: Matrix, experts: int, n
         experts: number of experts.
         number: name of the expert's index, an int64 scalar.
     """
-    graph = linears.graph
-    shape = matrix.shape[0] // experts, matrix.shape[1]
-    if not matrix.scheme.quantizes:
-        weight = graph.add("Gather", _values(linears, matrix, experts), number)
-    else:
-        weight = _gather_expert(linears, matrix, shape, number)
-    return graph.add("FusedMatMul", x, weight, domain=CONTRIB, transB=1)
-
-
-def _values(linears: Linears, matrix: Matrix, experts: int) -> str:
-    """Add an initializer with all experts' values [experts, out, in], and return its name."""
-    rows, width = matrix.shape
-    height = rows // experts
+    graph, (height, width) = linears.graph, (matrix.shape[0] // experts, matrix.shape[1])
 
     def read(first: int, last: int) -> Tensor:
         return matrix.read_unquantized(first * height, last * height)
 
-    return linears.add_values(f"{matrix.module}.weight", (experts, height, width), matrix, read)
+    if matrix.scheme.quantizes:
+        weight = _gather_expert(linears, matrix, (height, width), number)
+    else:
+        values = linears.add_values(f"{matrix.module}.weight", (experts, height, width), matrix, read)
+        weight = graph.add("Gather", values, number)
+    return graph.add("FusedMatMul", x, weight, domain=CONTRIB, transB=1)
 
 
 def _gather_expert(linears: Linears, matrix: Matrix, shape: tuple[int, int], number: str) -> str:

@@ -7,14 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from gguf import (
-    GGML_QUANT_SIZES,
-    GGML_QUANT_VERSION,
-    GGMLQuantizationType,
-    GGUFWriter,
-    LlamaFileType,
-    Metadata,
-)
+from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType, Metadata
 
 from diffquant.checkpoints.gguf import OWN_KEY, PLAIN_TYPES, to_gguf_name
 from diffquant.checkpoints.gguf_config import SIZES, WIDTHS

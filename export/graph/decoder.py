@@ -180,11 +180,9 @@ class Decoder:
             return "", self.add_scalar_lam(prefix)
         weight = self.plan.read_small_matrix(f"{prefix}.lambda_proj.weight")
         x_float = self.graph.add("Cast", x, to=TensorProto.FLOAT)
-        parts = (
-            {"signal_gate": weight[0::2], "lambda": weight[1::2]}
-            if self.spec.lam == "two-gates"
-            else {"lambda": weight}
-        )
+        parts = {"lambda": weight}
+        if self.spec.lam == "two-gates":
+            parts = {"signal_gate": weight[0::2], "lambda": weight[1::2]}
         names = {}
         for name, rows in parts.items():
             constant = self.graph.constant(f"layers.{self.layer}.{name}_proj", rows.T.contiguous().numpy())

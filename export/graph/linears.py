@@ -13,84 +13,15 @@ from onnx import TensorProto
 from torch import Tensor
 from torch.nn.functional import pad
 
-from diffquant.errors import GroupSizeError, UsageError
-from diffquant.onnx.graph.matrix import Matrix, checked_cast
+from diffquant.onnx.graph.matrix import Matrix, accuracy_level, checked_cast, container_bits
 from diffquant.onnx.graph.nodes import Graph
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN
 from diffquant.onnx.graph.ops import MATMUL
 from diffquant.onnx.graph.streaming import Rows, StreamedTensor, make_view
 from diffquant.onnx.options import ExportOptions
 from diffquant.recipe.numbers.packing import pack
-from diffquant.recipe.scheme import Scheme
-from diffquant.support.names import first_few
 
-_BLOCKS = (256, 128, 64, 32, 16)
 FLOAT_KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
-# If no block size divides the width, the last block is padded; short blocks need the least padding.
-_PADDED_BLOCK = 32
-
-
-def container_bits(scheme: Scheme) -> int:
-    """Return the number of bits, 4 or 8, that a code takes in the exported file."""
-    return 4 if scheme.bits <= 4 else 8
-
-
-def block_size(scheme: Scheme, width: int) -> int | None:
-    """Return how many columns share a scale in the exported file, or None if no kernel supports the scheme.
-
-    Args:
-        width: number of the weight's columns.
-    """
-    shared = scheme.granularity_size or width
-    fitting = next((block for block in _BLOCKS if shared % block == 0), None)
-    return fitting if fitting or scheme.granularity_size else _PADDED_BLOCK
-
-
-def check_block_sizes(matrices: list[Matrix]) -> None:
-    """Check that kernels support all number formats and group sizes, and that group sizes divide the matrices' widths.
-
-    Raises:
-        UsageError: some weights have a format other than integers.
-        GroupSizeError: no kernel supports the group size of some weights, or the group size does not divide their
-            width.
-    """
-    unread = [m for m in matrices if m.scheme.format.integer_refusal]
-    if unread:
-        named = first_few((f"{m.name} {m.scheme}" for m in unread), ", ")
-        raise UsageError(f"cannot export {named}: {unread[0].scheme.format.integer_refusal}")
-    rounded = [m for m in matrices if m.scheme.quantizes]
-    refused = [
-        m
-        for m in rounded
-        if m.shape[1] % (m.scheme.granularity_size or 1) or (m.has_codes and block_size(m.scheme, m.shape[1]) is None)
-    ]
-    if refused:
-        scheme = refused[0].scheme
-        widths = {m.shape[1] for m in rounded if m.scheme == scheme}
-        fitting = ", ".join(f"g{block}" for block in _BLOCKS[::-1] if not any(width % block for width in widths))
-        use = f"{fitting} or row" if fitting else "row" if scheme.granularity_size else "8:row"
-        raise GroupSizeError(
-            "no kernel reads "
-            + first_few((f"{m.name} {list(m.shape)} {m.scheme}" for m in refused), ", ")
-            + ": ONNX Runtime's kernels need groups of 16, 32, 64, 128 or 256 columns that divide a row; "
-            f"use {use}, or quantize the model first and keep these weights at 16 bits"
-        )
-
-
-def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
-    """Return a matmul's accuracy level in MatMulNBits: 4 for int8 activations, 1 for float32 activations.
-
-    It is always 4 if codes take 8 bits in the file. ONNX Runtime has no kernel for these with float32 activations: it
-    would dequantize all weights in every call.
-    """
-    return 4 if container_bits(scheme) == 8 else options.accuracy_level
-
-
-def int8_block_size(matrix: Matrix, options: ExportOptions) -> int | None:
-    """Return a matrix's block size if it is multiplied by int8 activations, or None if by float32 ones."""
-    if not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
-        return None
-    return block_size(matrix.scheme, matrix.shape[1])
 
 
 class Linears:
@@ -133,9 +64,10 @@ class Linears:
         if len(matrices) > 1 and self._are_alike(matrices):
             return self._stacked_products(x, matrices)
         return [
-            self._code_product(x, matrix.shape, matrix.scheme, self._codes(matrix))
+            self._code_product(x, matrix, self._codes(matrix))
             if matrix.scheme.quantizes
-            else self._value_product(x, matrix)
+            # As fast as MatMul on a transposed copy, and the rows are written as stored, which a tied head can share.
+            else self.graph.add("FusedMatMul", x, self._values(matrix), domain=CONTRIB, transB=1)
             for matrix in matrices
         ]
 
@@ -150,12 +82,10 @@ class Linears:
         if not matrix.scheme.quantizes:
             return self.graph.add("Gather", self._values(matrix), ids, name=name)
         codes, stored_scales = self._codes(matrix).values()
-        out, width = matrix.shape
-        block = block_size(matrix.scheme, width) or width
         # A tied head reads the same codes in blocks, so another shape would need a second copy. The head's scales lack
         # an axis; OpenVINO does not accept a Reshape of them, so a second initializer has the same bytes.
         scales = f"{stored_scales}_blocks"
-        self._views[scales] = (stored_scales,), (out, -(-width // block), 1)
+        self._views[scales] = (stored_scales,), (matrix.shape[0], matrix.blocks, 1)
         return self.add_dequantized_rows(matrix, codes, scales, ids, f"{matrix.module}.row", (0, 0), name)
 
     def add_dequantized_rows(
@@ -180,7 +110,6 @@ class Linears:
             name: name of the result; generated by default.
         """
         graph, width = self.graph, matrix.shape[1]
-        block = block_size(matrix.scheme, width) or width
         blocks = graph.add(
             "GatherBlockQuantized",
             codes,
@@ -188,32 +117,27 @@ class Linears:
             scales,
             domain=CONTRIB,
             bits=container_bits(matrix.scheme),
-            block_size=block,
+            block_size=matrix.block_size,
             gather_axis=0,
             quantize_axis=2,
         )
         # The last block may be padded.
-        padded = -(-width // block) * block
+        padded = matrix.blocks * matrix.block_size
         shape = graph.int64(shape_name, (*axes, padded))
         if padded == width:
             return graph.add("Reshape", blocks, shape, name=name)
         bounds = [graph.int64(f"column.{place}", (place,)) for place in (0, width, -1)]
         return graph.add("Slice", graph.add("Reshape", blocks, shape), *bounds, name=name)
 
-    def _value_product(self, x: str, matrix: Matrix) -> str:
-        values = self._values(matrix)
-        # As fast as MatMul on a transposed copy, and the rows are written as stored, which a tied head can share.
-        return self.graph.add("FusedMatMul", x, values, domain=CONTRIB, transB=1)
-
     def _are_alike(self, matrices: Sequence[Matrix]) -> bool:
         """Return whether all matrices are quantized with the same layout, so that they can be stacked."""
         if not all(matrix.scheme.quantizes for matrix in matrices):
             return False
-        layouts = {(container_bits(m.scheme), block_size(m.scheme, m.shape[1]), m.shape[1:]) for m in matrices}
+        layouts = {(container_bits(m.scheme), m.block_size, m.shape[1:]) for m in matrices}
         return len(layouts) == 1
 
     def _stacked_products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
-        heights, width = [matrix.shape[0] for matrix in matrices], matrices[0].shape[1]
+        heights = [matrix.shape[0] for matrix in matrices]
         room = matrices[0].module.rpartition(".")[0]
         name = f"{room}.{'+'.join(matrix.module.rpartition('.')[2] for matrix in matrices)}"
         parts = [self.make_stored_tensors(matrix) for matrix in matrices]
@@ -225,17 +149,16 @@ class Linears:
             stored[what] = f"{name}{tensors[0].name.removeprefix(matrices[0].module)}"
             shape = (sum(heights), *tensors[0].shape[1:])
             self._views[stored[what]] = tuple(tensor.name for tensor in tensors), shape
-        y = self._code_product(x, (sum(heights), width), matrices[0].scheme, stored)
+        y = self._code_product(x, replace(matrices[0], shape=(sum(heights), matrices[0].shape[1])), stored)
         names = [f"{matrix.module}.product" for matrix in matrices]
         sizes = self.graph.int64(f"rows.{'.'.join(map(str, heights))}", heights)
         self.graph.add_with_outputs("Split", [y, sizes], names, axis=-1)
         return names
 
-    def _code_product(self, x: str, shape: tuple[int, int], scheme: Scheme, stored: Mapping[str, str]) -> str:
-        """Add a quantized matmul with a weight of this shape [out, in]; `stored` has the names of codes and scales."""
-        out, width = shape
-        block = block_size(scheme, width)
-        level = accuracy_level(scheme, self.options)
+    def _code_product(self, x: str, matrix: Matrix, stored: Mapping[str, str]) -> str:
+        """Add a quantized matmul with a weight; `stored` has the names of its codes and scales."""
+        out, width = matrix.shape
+        level = accuracy_level(matrix.scheme, self.options)
         return self.graph.add(
             MATMUL,
             x,
@@ -244,8 +167,8 @@ class Linears:
             domain=DOMAIN if level == 4 and self.options.has_custom_matmuls else CONTRIB,
             K=width,
             N=out,
-            bits=container_bits(scheme),
-            block_size=block,
+            bits=container_bits(matrix.scheme),
+            block_size=matrix.block_size,
             accuracy_level=level,
         )
 
@@ -276,20 +199,19 @@ class Linears:
         """Return a quantized matrix as two tensors of the data file, by the names "codes" and "scales"."""
         out, width = matrix.shape
         bits = container_bits(matrix.scheme)
-        block = block_size(matrix.scheme, width) or width
-        blocks = -(-width // block)
-        shape = (out, blocks, block * bits // 8)
+        blocks, padded = matrix.blocks, matrix.blocks * matrix.block_size
+        shape = (out, blocks, matrix.block_size * bits // 8)
         dtype = self.options.torch_dtype
 
         def make_codes(first: int, last: int) -> Tensor:
-            codes = pad(matrix.read_codes(first, last), (0, blocks * block - width))
+            codes = pad(matrix.read_codes(first, last), (0, padded - width))
             return to_stored_bytes(codes, bits)
 
         def make_scales(first: int, last: int) -> Tensor:
             scales = checked_cast(matrix.read_scales(first, last), dtype, matrix.stored_name)
             return scales.repeat_interleave(blocks // scales.shape[1], 1)
 
-        row, scale_row = blocks * block * bits // 8, blocks * dtype.itemsize
+        row, scale_row = padded * bits // 8, blocks * dtype.itemsize
         scale_kind, module = FLOAT_KINDS[dtype], matrix.module
         return {
             "codes": StreamedTensor(f"{module}.weight_codes", TensorProto.UINT8, shape, row, width, make_codes),

@@ -5,7 +5,7 @@ Only rows are reordered, which every packed format allows, since codes and scale
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -13,15 +13,20 @@ from torch import Tensor
 from diffquant.checkpoints.compressed_tensors import SCALE, codes_suffix, decode_codes
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.source import Source
-from diffquant.errors import DiffQuantError, UsageError
+from diffquant.errors import DiffQuantError, GroupSizeError, UsageError
 from diffquant.family.heads import HeadLayout
 from diffquant.family.spec import DiffSpec
+from diffquant.onnx.options import ExportOptions
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.recipe.numbers.absmax import check_finite
 from diffquant.recipe.scheme import FULL, Scheme
-from diffquant.support.names import option_name
+from diffquant.support.names import first_few, option_name
+
+_BLOCKS = (256, 128, 64, 32, 16)
+# If no block size divides the width, the last block is padded; short blocks need the least padding.
+_PADDED_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,18 @@ class Matrix:
     def has_codes(self) -> bool:
         """Whether the graph stores the weight as codes."""
         return self.scheme.quantizes and not self.is_expanded
+
+    @property
+    def block_size(self) -> int:
+        """Number of columns that share a scale in the graph, or 0 if no kernel supports the scheme."""
+        shared = self.scheme.granularity_size
+        fitting = next((block for block in _BLOCKS if (shared or self.shape[1]) % block == 0), 0)
+        return fitting if fitting or shared else _PADDED_BLOCK
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of a row in the graph; the last one may be padded."""
+        return -(-self.shape[1] // self.block_size)
 
     def read_unquantized(self, first: int, last: int) -> Tensor:
         """Return rows [rows, in] of a weight that the checkpoint does not quantize, in the stored dtype.
@@ -125,11 +142,8 @@ class Matrix:
     def _rounded(self) -> RoundedWeight:
         """The weight rounded to nearest with absmax scales, as `quantize` stores it."""
         info = self.checkpoint.tensors[self.stored_name]
-
         # A per-tensor scale does not depend on the order of rows, so they are read in stored order, which is fastest.
-        def read(first: int, last: int) -> Tensor:
-            return self.checkpoint.read_matrix_rows(self.stored_name, first, last)
-
+        read = partial(self.checkpoint.read_matrix_rows, self.stored_name)
         dtype = self.wanted.format.scale_dtype(self.checkpoint.output_dtype(self.stored_name))
         shape = _rows_and_width(info.shape)
         return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, shape, self.wanted, dtype)
@@ -141,6 +155,56 @@ class Matrix:
 
     def _sibling(self, suffix: str) -> str:
         return self.stored_name.removesuffix(".weight") + suffix
+
+
+def container_bits(scheme: Scheme) -> int:
+    """Return the number of bits, 4 or 8, that a code takes in the exported file."""
+    return 4 if scheme.bits <= 4 else 8
+
+
+def check_block_sizes(matrices: list[Matrix]) -> None:
+    """Check that kernels support all number formats and group sizes, and that group sizes divide the matrices' widths.
+
+    Raises:
+        UsageError: some weights have a format other than integers.
+        GroupSizeError: no kernel supports the group size of some weights, or the group size does not divide their
+            width.
+    """
+    unread = [m for m in matrices if m.scheme.format.integer_refusal]
+    if unread:
+        named = first_few((f"{m.name} {m.scheme}" for m in unread), ", ")
+        raise UsageError(f"cannot export {named}: {unread[0].scheme.format.integer_refusal}")
+    rounded = [m for m in matrices if m.scheme.quantizes]
+    refused = [
+        m for m in rounded if m.shape[1] % (m.scheme.granularity_size or 1) or (m.has_codes and not m.block_size)
+    ]
+    if refused:
+        scheme = refused[0].scheme
+        widths = {m.shape[1] for m in rounded if m.scheme == scheme}
+        fitting = ", ".join(f"g{block}" for block in _BLOCKS[::-1] if not any(width % block for width in widths))
+        use = f"{fitting} or row" if fitting else "row" if scheme.granularity_size else "8:row"
+        raise GroupSizeError(
+            "no kernel reads "
+            + first_few((f"{m.name} {list(m.shape)} {m.scheme}" for m in refused), ", ")
+            + ": ONNX Runtime's kernels need groups of 16, 32, 64, 128 or 256 columns that divide a row; "
+            f"use {use}, or quantize the model first and keep these weights at 16 bits"
+        )
+
+
+def accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
+    """Return a matmul's accuracy level in MatMulNBits: 4 for int8 activations, 1 for float32 activations.
+
+    It is always 4 if codes take 8 bits in the file. ONNX Runtime has no kernel for these with float32 activations: it
+    would dequantize all weights in every call.
+    """
+    return 4 if container_bits(scheme) == 8 else options.accuracy_level
+
+
+def int8_block_size(matrix: Matrix, options: ExportOptions) -> int | None:
+    """Return a matrix's block size if it is multiplied by int8 activations, or None if by float32 ones."""
+    if not matrix.has_codes or accuracy_level(matrix.scheme, options) == 1:
+        return None
+    return matrix.block_size
 
 
 def check_not_requantized(source: Source, weights: Scheme) -> None:

@@ -6,16 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import (
-    FunctionProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    ValueInfoProto,
-    helper,
-    inliner,
-    numpy_helper,
-)
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, inliner, numpy_helper
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError

@@ -20,8 +20,13 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import Parameters
 from diffquant.model.config import ArchitectureConfig
 from diffquant.onnx.graph.body import contrib_width_problems
-from diffquant.onnx.graph.linears import check_block_sizes
-from diffquant.onnx.graph.matrix import Matrix, attention_head_layout, check_not_requantized, open_matrix
+from diffquant.onnx.graph.matrix import (
+    Matrix,
+    attention_head_layout,
+    check_block_sizes,
+    check_not_requantized,
+    open_matrix,
+)
 from diffquant.onnx.graph.nodes import EMITTED
 from diffquant.onnx.options import ExportOptions, oldest_runtime
 from diffquant.recipe import Recipe
@@ -70,11 +75,10 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
     scales = {}
     for layer in source.architecture.cached_shapes:
         k, v = (ranges.tensors[f"layers.{layer}.{target}"] for target in ("k", "v"))
-        rows = (
-            [_to_op_order(x, order) / max_code(bits) for x, order in zip((k, v), orders, strict=True)]
-            if latent_widths(source.architecture) is None
-            else _latent_scales(k, v, bits)
-        )
+        if latent_widths(source.architecture) is None:
+            rows = [_to_op_order(x, order) / max_code(bits) for x, order in zip((k, v), orders, strict=True)]
+        else:
+            rows = _latent_scales(k, v, bits)
         scales[layer] = (rows[0].reshape(shape), rows[1].reshape(shape))
     return scales
 

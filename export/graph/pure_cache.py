@@ -26,11 +26,8 @@ def cache_update_text(name: str, kv_pairs: int, width: int, attributes: Attentio
     stored_width = width // 2 if bits == 4 else width
     new = f"   {name}_new = Transpose <perm = [0, 2, 1, 3]> ({name}_turned)"
     encode = _encode(name, scale, width, bits) if bits else f"   {name}_codes = Identity ({name}_new)"
-    decode = (
-        _decode(name, scale, width, bits)
-        if bits
-        else f"   {name}_read = Cast <to = {TensorProto.FLOAT}> (present_{name})"
-    )
+    cast = f"   {name}_read = Cast <to = {TensorProto.FLOAT}> (present_{name})"
+    decode = _decode(name, scale, width, bits) if bits else cast
     keep = _merge(name, kv_pairs, stored_width) if cached else f"   present_{name} = Identity ({name}_codes)"
     return "\n".join([new, encode, keep, decode])
 

@@ -55,21 +55,16 @@ def build(library: Path, compiler: str, sanitize: bool = False, sources: Path = 
     flags += [_NEWEST[stem] for stem in left_out]
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
-        commands = {
-            Path(folder) / f"{source.stem}.o": [
-                compiler,
-                *flags,
-                *_flags_of(source.stem),
-                "-c",
-                str(source),
-            ]
-            for source in _sources_in(sources)
-            if source.stem not in left_out
-        }
+        compiled = [source for source in _sources_in(sources) if source.stem not in left_out]
+        objects = [f"{folder}/{source.stem}.o" for source in compiled]
+        commands = [
+            [compiler, *flags, *_flags_of(source.stem), "-c", str(source), "-o", written]
+            for source, written in zip(compiled, objects, strict=True)
+        ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, [[*command, "-o", str(object_file)] for object_file, command in commands.items()]))
+            list(pool.map(_run, commands))
         linked = Path(folder) / library.name
-        _run([compiler, *flags, "-shared", "-o", str(linked), *map(str, commands)])
+        _run([compiler, *flags, "-shared", "-o", str(linked), *objects])
         os.replace(linked, library)
 
 

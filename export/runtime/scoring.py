@@ -151,11 +151,7 @@ class OnnxLanguageModel(LanguageModel):
         return ModelOutputs(logits)
 
     def generate(
-        self,
-        prompt: Sequence[int],
-        new_tokens: int,
-        stops: Sequence[str],
-        sampling: Mapping[str, object],
+        self, prompt: Sequence[int], new_tokens: int, stops: Sequence[str], sampling: Mapping[str, object]
     ) -> list[int]:
         if sampling.get("do_sample"):
             raise UsageError("an exported model generates greedily in lm-eval; choose a task that does not sample")

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from diffquant.checkpoints.source import Source
 from diffquant.model.causal import CausalModel
 from diffquant.model.decoder import DecoderLayer
-from diffquant.onnx.graph.linears import container_bits, int8_block_size
+from diffquant.onnx.graph.matrix import container_bits, int8_block_size
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.rounding import (

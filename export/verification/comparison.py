@@ -25,13 +25,7 @@ from diffquant.onnx.verification.errors import (
     measure_stage_noise,
     relative_rms,
 )
-from diffquant.onnx.verification.passages import (
-    LONG_CONTEXT,
-    FarCalls,
-    count_reached_positions,
-    cut_beginnings,
-    run_far_tokens,
-)
+from diffquant.onnx.verification.passages import LONG_CONTEXT, count_reached_positions, cut_beginnings, run_far_tokens
 from diffquant.onnx.verification.reference import Reference
 from diffquant.onnx.verification.report import MARGIN, Measure, RouteErrors, Verification, measure_stages, worst_measure
 from diffquant.onnx.verification.routes import (
@@ -226,7 +220,11 @@ class Comparison:
         found: list[tuple[tuple[Measure, ...], tuple[Measure, ...]]] = []
         self._reached = count_reached_positions(model, self.reference.model.config.max_position_embeddings)
         calls = run_far_tokens(model, self.reference, self.passages, self._outputs)
-        while far := self._read_far(calls, session):
+        while True:
+            with self._running(session, LONG_CONTEXT):
+                far = next(calls, None)
+            if far is None:
+                break
             reading, sequences, given = far
             states = [list(map(as_float32, each)) for each in given]
             errors = compute_stage_errors(self.reference, sequences, states, [0] * len(states), [reading] * len(states))
@@ -239,10 +237,6 @@ class Comparison:
             found.append(measure_stages(errors, noise.flipped.quantile(0.9), largest_noise))
         typical, largest = (tuple(map(worst_measure, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
         return RouteErrors(session.name, LONG_CONTEXT, typical, largest, None, None)
-
-    def _read_far(self, calls: Iterator[FarCalls], session: SessionSettings) -> FarCalls | None:
-        with self._running(session, LONG_CONTEXT):
-            return next(calls, None)
 
     @contextmanager
     def _running(self, session: SessionSettings, route: str) -> Iterator[None]:

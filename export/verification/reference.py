@@ -19,14 +19,7 @@ from diffquant.model.modeling import DiffLayer
 from diffquant.onnx.graph.plan import Scales, exported_cache_channels
 from diffquant.onnx.options import ExportOptions
 from diffquant.onnx.verification.arithmetic import SUM, ExportedWeights
-from diffquant.onnx.verification.caches import (
-    WHOLE,
-    CallPattern,
-    GrowingCache,
-    Past,
-    StaticScaleCache,
-    to_model_order,
-)
+from diffquant.onnx.verification.caches import WHOLE, CallPattern, GrowingCache, Past, StaticScaleCache, to_model_order
 from diffquant.recipe import Recipe
 
 # Most positions packed into one call. Matmuls with few rows are slow, and so is attention over many masked keys.
@@ -152,17 +145,14 @@ class Reference(ExportedWeights):
         results: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         for some in self._groups(sequences):
             group, rows = sequences[some], cached[some]
-            if 0 < number <= self.layers:
-                of_one = len(group) == 1
-                results += (
-                    [self._layer_output(number - 1, group[0], rows[0])]
-                    if of_one
-                    else self._compute_packed(number, group, rows)
-                )
-            else:
+            if not 0 < number <= self.layers:
                 x = torch.cat(list(group), 1)
                 output = self._embed(x) if number == 0 else self.model.lm_head(self._final_norm(x))
                 results += [(part, ()) for part in output.split([each.shape[1] for each in group], 1)]
+            elif len(group) == 1:
+                results.append(self._layer_output(number - 1, group[0], rows[0]))
+            else:
+                results += self._compute_packed(number, group, rows)
         return results
 
     def _groups(self, sequences: Sequence[Tensor]) -> Iterator[slice]:

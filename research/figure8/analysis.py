@@ -287,7 +287,7 @@ def _ratios(there: Mapping[str, Result]) -> list[str]:
             rows.append([f"{c.kind} of {c.experiment}", "not yet", *[""] * len(RATIOS)])
             continue
         row = [_over(there, c, won_at_ratio(ratio)) for ratio in RATIOS]
-        rows.append([f"{c.kind} of {c.experiment}", *row, _shown(as_ratio(level)).replace("+", "")])
+        rows.append([f"{c.kind} of {c.experiment}", *row, shown(as_ratio(level)).replace("+", "")])
     return markdown(["", *(f"r = {ratio}" for ratio in RATIOS), "break-even r"], rows)
 
 
@@ -351,7 +351,7 @@ def _direction(there: Mapping[str, Result]) -> list[str]:
                 continue
             tenfold = moved(before, after, math.log10(sizes[1] / sizes[0]))
             read = [along(before, after, place_of(far, *sizes)) for far in FAR.values()]
-            rows.append([*row, *map(_shown, (tenfold, *read))])
+            rows.append([*row, *map(shown, (tenfold, *read))])
     heads = ["E1, six trainings", "E3, three trainings", "moved by ten times the parameters"]
     return markdown(["", "", *heads, *(f"at {name}" for name in FAR)], rows)
 
@@ -428,11 +428,11 @@ def _are_complete(there: Mapping[str, Result]) -> bool:
 def _over(there: Mapping[str, Result], comparison: Comparison, measure: Measure) -> str:
     values, wanted = comparison.values(there, measure), len(comparison.seeds)
     is_complete = comparison.is_complete(there)
-    shown = _interval(values) if is_complete and values else _signed(values)
+    said = _interval(values) if is_complete and values else _signed(values)
     if len(values) == wanted:
-        return shown
+        return said
     # Some are not there yet or, if the comparison is complete, diverged.
-    return f"{shown} ({len(values)} of {wanted})".lstrip() if values or is_complete else ""
+    return f"{said} ({len(values)} of {wanted})".lstrip() if values or is_complete else ""
 
 
 def _signed(values: Sequence[float]) -> str:
@@ -440,10 +440,11 @@ def _signed(values: Sequence[float]) -> str:
 
 
 def _interval(values: Sequence[float]) -> str:
-    return _shown(mean_interval(values))
+    return shown(mean_interval(values))
 
 
-def _shown(mean: Difference) -> str:
+def shown(mean: Difference) -> str:
+    """Write a mean with its interval."""
     return f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"
 
 

@@ -4,16 +4,23 @@ from collections.abc import Mapping, Sequence
 
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.reports.tables import markdown
-from research.figure8.analysis import LEVEL, holm, p_value
+from research.figure8.analysis import LEVEL, holm, p_value, shown
 from research.figure8.direction import moved
+from research.figure8.plan import Result
 
 # What an effect above zero and one below are called.
 Words = tuple[str, str]
 
 
-def shown(mean: Difference) -> str:
-    """Write a mean with its interval."""
-    return f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"
+def lacking(
+    there: Mapping[str, Result],
+    names: Sequence[str],
+    runs: str = "trainings",
+    withheld: str = "no interval and no verdict",
+) -> str:
+    """Say how many of some runs have a raw file and what is not shown until all have one; nothing if all have."""
+    count = sum(name in there for name in names)
+    return "" if count == len(names) else f"{count} of {len(names)} {runs} are there: {withheld} before all of them."
 
 
 def interval(values: Sequence[float]) -> str:

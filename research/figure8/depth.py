@@ -26,11 +26,12 @@ from research.figure8.analysis import (
     range_won,
     sensitivity_won,
 )
-from research.figure8.deciding import against_zero, change, decided, interval, section
+from research.figure8.deciding import against_zero, change, decided, interval, lacking, section
 from research.figure8.plan import KINDS, RESULTS, Result, results
 from research.figure8.scoring import BITS
 from research.studies.figure8_model import costs
 
+NAMES = [f"e5-{kind}-seed-{seed}" for seed in THREE for kind in KINDS]
 DEEP = [Comparison(kind, experiment="e5", seeds=THREE) for kind in DIFFS]
 EQUAL_STEPS = bits_won("2", among="kl_of_steps")
 SECONDARY = {
@@ -49,12 +50,6 @@ PLACES: dict[str, Place] = {
     "a layer's number": lambda number, _: number + 1,
     "a layer's mean λ": lambda _, layer: float(layer["lam"]["mean"]),
 }
-
-
-def missing(there: Mapping[str, Result]) -> list[str]:
-    """Names of the trainings that have no raw file yet."""
-    names = [f"e5-{kind}-seed-{seed}" for seed in THREE for kind in KINDS]
-    return [name for name in names if name not in there]
 
 
 def excess(diff: Result, plain: Result) -> list[float]:
@@ -76,9 +71,8 @@ def slope_over(place: Place) -> Callable[[Result, Result], float]:
 
 def summary(there: Mapping[str, Result]) -> str:
     """Everything in Markdown."""
-    if names := missing(there):
-        needed = len(THREE) * len(KINDS)
-        return f"{needed - len(names)} of {needed} trainings are there: no interval and no verdict before all of them."
+    if said := lacking(there, NAMES):
+        return said
     if any(len(deep.values(there, EQUAL_STEPS)) < 2 for deep in DEEP):
         return "Too many trainings diverged for an interval."
     found = {}

@@ -6,16 +6,16 @@ Prints Markdown. Before all trainings of the four cells are there, it prints how
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import typer
 
-from diffquant.measure.stats import mean_interval
 from diffquant.reports.tables import markdown
-from research.figure8.analysis import LEVEL, PRIMARY, check_alike, holm, p_value
+from research.figure8.analysis import PRIMARY, check_alike, holm, p_value
+from research.figure8.deciding import interval, lacking, section, word
 from research.figure8.plan import CELLS, RESULTS, Result, results
 from research.figure8.scoring import BITS
 from research.studies.figure8_model import parts
@@ -58,11 +58,6 @@ def run_name(cell: tuple[int, bool], seed: int) -> str:
     return f"e4-{CELLS[cell]}-seed-{seed}"
 
 
-def missing(there: Mapping[str, Result]) -> list[str]:
-    """Names of the runs that have no raw file yet."""
-    return [name for seed in SEEDS for cell in CELLS if (name := run_name(cell, seed)) not in there]
-
-
 def bits_won(there: Mapping[str, Result], weights: Mapping[tuple[int, bool], float], cost: Cost) -> list[float]:
     """Compute the bits that an effect wins, by seed; a seed with a training that diverged has none.
 
@@ -78,24 +73,19 @@ def bits_won(there: Mapping[str, Result], weights: Mapping[tuple[int, bool], flo
     ]
 
 
-def verdict(won: Sequence[float], p: float) -> str:
-    """Verdict of an effect whose p has been adjusted."""
-    return "undecided" if p >= LEVEL else "wins" if fmean(won) > 0 else "loses"
-
-
 def summary(there: Mapping[str, Result]) -> str:
     """Everything in Markdown."""
-    if names := missing(there):
-        needed = len(SEEDS) * len(CELLS)
-        return f"{needed - len(names)} of {needed} trainings are there: no interval and no verdict before all of them."
+    if said := lacking(there, [run_name(cell, seed) for seed in SEEDS for cell in CELLS]):
+        return said
     found = {
         (measure, effect): bits_won(there, weights, cost)
         for measure, cost in PRIMARY_COSTS.items()
         for effect, weights in EFFECTS.items()
     }
     adjusted = holm([p_value(won) for won in found.values()])
+    words = ("wins", "loses")
     primary = [
-        [*at, " ".join(f"{value:+.2f}" for value in won), _interval(won), f"{p:.2g}", verdict(won, p)]
+        [*at, " ".join(f"{value:+.2f}" for value in won), interval(won), f"{p:.2g}", word(fmean(won), p, words)]
         for (at, won), p in zip(found.items(), adjusted, strict=True)
     ]
     sections = {
@@ -105,7 +95,7 @@ def summary(there: Mapping[str, Result]) -> str:
         "Secondary: bits won": _effects(there, EFFECTS, SECONDARY_COSTS),
         "Trainings": _trainings(there),
     }
-    return "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
+    return "\n\n".join(section(title, lines) for title, lines in sections.items())
 
 
 def _shares(there: Mapping[str, Result]) -> list[str]:
@@ -120,7 +110,7 @@ def _effects(
     there: Mapping[str, Result], effects: Mapping[str, Mapping[tuple[int, bool], float]], costs: Mapping[str, Cost]
 ) -> list[str]:
     rows = [
-        [measure, *(_interval(bits_won(there, weights, cost)) for weights in effects.values())]
+        [measure, *(interval(bits_won(there, weights, cost)) for weights in effects.values())]
         for measure, cost in costs.items()
     ]
     return markdown(["", *effects], rows)
@@ -134,11 +124,6 @@ def _trainings(there: Mapping[str, Result]) -> list[str]:
         instructions = {" ".join(each["environment"]["instructions"]) for each in trainings}
         rows.append([str(seed), *shown, "; ".join(sorted(instructions))])
     return markdown(["held-out perplexity (rate)", *CELLS.values(), "instructions"], rows)
-
-
-def _interval(won: Sequence[float]) -> str:
-    mean = mean_interval(won)
-    return f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Folder of raw files.")] = RESULTS) -> None:

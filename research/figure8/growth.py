@@ -15,10 +15,11 @@ import typer
 
 from diffquant.reports.tables import markdown
 from research.figure8.analysis import DIFFS, SIX, THREE, Comparison, break_even, check_alike
-from research.figure8.deciding import against_zero, decided, interval, section
+from research.figure8.deciding import against_zero, decided, interval, lacking, section
 from research.figure8.plan import DECAYS, GRID, KINDS, NO_FIRST, RESULTS, SHIPPED, Result, grid_name, results
 
 SEEDS = range(113, 116)
+NAMES = [f"e6-{kind}-seed-{seed}" for seed in SEEDS for kind in KINDS]
 RECIPES = (NO_FIRST, *DECAYS)
 USUAL = [Comparison(kind, experiment="e6", seeds=SEEDS) for kind in DIFFS]
 # Steps that the primary comparison over training is made of.
@@ -59,11 +60,6 @@ def r_by(
     return lambda diff, plain: of(take(diff), take(plain), what)
 
 
-def missing(there: Mapping[str, Result]) -> list[str]:
-    """Names of the usual recipe's trainings that have no raw file yet."""
-    return [f"e6-{kind}-seed-{seed}" for seed in SEEDS for kind in KINDS if f"e6-{kind}-seed-{seed}" not in there]
-
-
 def summary(there: Mapping[str, Result]) -> str:
     """Everything in Markdown."""
     parts = []
@@ -73,9 +69,7 @@ def summary(there: Mapping[str, Result]) -> str:
         pairs = {kind: [(there[name], there[look[0]])] for kind, name in zip(DIFFS, look[1:], strict=True)}
         parts.append(section(f"A first look: log2 r of the models that ship, seed {SHIPPED}", _by_length(pairs)))
     parts.append(section("Known: log2 r at the ends of other trainings", _known(there)))
-    if names := missing(there):
-        needed = len(SEEDS) * len(KINDS)
-        said = f"{needed - len(names)} of {needed} trainings are there: no interval and no verdict before all of them."
+    if said := lacking(there, NAMES):
         return "\n\n".join([*parts, said])
     pairs = {each.kind: _pairs(there, each) for each in USUAL}
     if min(map(len, pairs.values())) < 2:

@@ -23,7 +23,7 @@ from research.figure8.analysis import (
     range_won,
     sensitivity_won,
 )
-from research.figure8.deciding import interval, section
+from research.figure8.deciding import interval, lacking, section
 from research.figure8.gpu import SEEDS
 from research.figure8.growth import in_windows, log2_r_of_table_5, r_by
 from research.figure8.plan import KINDS, RESULTS, Result, results
@@ -40,17 +40,10 @@ MEASURES = {
 }
 
 
-def missing(there: Mapping[str, Result]) -> list[str]:
-    """Names of the trainings that have no raw file yet."""
-    names = [f"e8-{kind}-seed-{seed}" for seed in SEEDS for kind in KINDS]
-    return [name for name in names if name not in there]
-
-
 def summary(there: Mapping[str, Result]) -> str:
     """Everything in Markdown."""
-    if names := missing(there):
-        needed = len(SEEDS) * len(KINDS)
-        return f"{needed - len(names)} of {needed} trainings are there: no interval before all of them."
+    if said := lacking(there, [f"e8-{kind}-seed-{seed}" for seed in SEEDS for kind in KINDS], withheld="no interval"):
+        return said
     rows = [[name, *(interval(each.values(there, measure)) for each in LARGEST)] for name, measure in MEASURES.items()]
     levels = [each.values(there, break_even) for each in LARGEST]
     rows.append(["break-even r", *(f"{as_ratio(level).mean:.2f}" if len(level) > 1 else "none" for level in levels)])

@@ -15,7 +15,7 @@ import typer
 
 from diffquant.reports.tables import markdown
 from research.figure8.analysis import DIFFS, check_alike
-from research.figure8.deciding import against_zero, decided, interval, section
+from research.figure8.deciding import against_zero, decided, interval, lacking, section
 from research.figure8.plan import KINDS, RESULTS, SHIPPED, TUNED, Result, results
 from research.studies.figure8_model import costs
 
@@ -43,10 +43,9 @@ def run_name(kind: str, arm: str, seed: int) -> str:
     return f"e7-{kind}{arm}-seed-{seed}"
 
 
-def missing(there: Mapping[str, Result], seeds: Sequence[int]) -> list[str]:
-    """Names of the runs of some seeds that have no raw file yet."""
-    names = [run_name(kind, arm, seed) for seed in seeds for kind in KINDS for arm in TUNED]
-    return [name for name in names if name not in there]
+def names_of(seeds: Sequence[int]) -> list[str]:
+    """Names of the runs of some seeds."""
+    return [run_name(kind, arm, seed) for seed in seeds for kind in KINDS for arm in TUNED]
 
 
 def sound_seeds(there: Mapping[str, Result], seeds: Sequence[int]) -> list[int]:
@@ -85,16 +84,12 @@ def more_nats(there: Mapping[str, Result], kind: str, arm: str, seeds: Sequence[
 def summary(there: Mapping[str, Result]) -> str:
     """Everything in Markdown."""
     parts = []
-    if not missing(there, [SHIPPED]):
+    if not lacking(there, names_of([SHIPPED])):
         parts.append(
             section(f"A first look: seed {SHIPPED}, one training each, no interval", _tables(there, [SHIPPED]))
         )
-    if names := missing(there, SEEDS):
-        needed = len(SEEDS) * len(KINDS) * len(TUNED)
-        parts.append(
-            f"{needed - len(names)} of {needed} runs are there: no interval and no verdict before all of them."
-        )
-        return "\n\n".join(parts)
+    if said := lacking(there, names_of(SEEDS), "runs"):
+        return "\n\n".join([*parts, said])
     seeds = sound_seeds(there, SEEDS)
     after = ROUNDED[PRIMARY]
     found = {kind: won(there, kind, after, seeds) for kind in DIFFS}

@@ -22,14 +22,7 @@ from research.figure8.plan import Result, Run
 from research.figure8.record import weights_digest
 from research.studies.figure8 import analyse, prose_readings
 from research.studies.figure8_model import passage_means
-from research.studies.logit_noise import (
-    SeenAttention,
-    difference,
-    divergences,
-    losses,
-    observed,
-    predictions_of,
-)
+from research.studies.logit_noise import SeenAttention, difference, divergences, losses, observed, predictions_of
 
 SCHEMES = [f"{bits}:{shared}" for shared in ("tensor", "row") for bits in scoring.BITS]
 # Schemes that models are trained for.

@@ -29,15 +29,7 @@ from diffquant.quantization.loading import load
 from diffquant.recipe import Recipe
 from diffquant.reports.tables import markdown
 from diffquant.support.progress import Progress, progress_for, report_nothing
-from research.studies.kv_results import (
-    TEXTS,
-    KVResults,
-    kl_change,
-    references_of,
-    scores_of,
-    settings_of,
-    texts_of,
-)
+from research.studies.kv_results import TEXTS, KVResults, kl_change, references_of, scores_of, settings_of, texts_of
 from research.studies.results import read_json
 
 SOURCE, ROTATED, NARROW = "source", "rotated", "rotated, bfloat16"

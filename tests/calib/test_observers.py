@@ -195,8 +195,8 @@ def test_ranges_that_no_scale_can_be_made_of_are_refused(tmp_path, value):
 @in_one_test("change", ["shape", "layer", "name"])
 def test_ranges_of_other_heads_or_layers_than_the_model_s_are_refused(tmp_path, change):
     source = open_source(write_checkpoint(tmp_path / "model", "diffllama"))
-    spec = source.spec
-    tensors = {f"layers.{n}.k": torch.ones(spec.key_heads, spec.head_dim) for n in range(source.layer_count)}
+    spec, layers = source.spec, source.architecture.num_hidden_layers
+    tensors = {f"layers.{n}.k": torch.ones(spec.key_heads, spec.head_dim) for n in range(layers)}
     Ranges(source.fingerprint, {}, None, tensors).check_model(source)
     if change == "shape":
         tensors["layers.1.k"] = torch.ones(1)

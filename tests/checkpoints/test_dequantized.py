@@ -60,7 +60,7 @@ def test_rows_are_those_of_the_whole_tensor(folder, monkeypatch):
     checkpoint = open_checkpoint(folder)
     picked = torch.tensor([5, 0, 5, 31])
     wholes = {name: checkpoint.read(name) for name in checkpoint.tensors}
-    monkeypatch.setattr("diffquant.checkpoints.dequantized.base._AT_A_TIME", 200)
+    monkeypatch.setattr("diffquant.checkpoints.dequantized._AT_A_TIME", 200)
     for name, whole in wholes.items():
         assert torch.equal(checkpoint.read_rows(name, slice(3, 17)), whole[3:17])
         assert torch.equal(checkpoint.read_rows(name, picked), whole[picked])

@@ -11,13 +11,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels import arguments, configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill as module
-from tests.support.kernel_inputs import (
-    expected,
-    on_call,
-    padding,
-    random_call,
-    relative_error,
-)
+from tests.support.kernel_inputs import expected, on_call, padding, random_call, relative_error
 from tests.support.thorough import sampled
 
 prefill = on_call(module.prefill)

@@ -10,13 +10,7 @@ from diffquant.kernels import arguments, configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import TILES
-from tests.support.kernel_inputs import (
-    expected,
-    on_call,
-    padding,
-    random_call,
-    relative_error,
-)
+from tests.support.kernel_inputs import expected, on_call, padding, random_call, relative_error
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled
 

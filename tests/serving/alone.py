@@ -9,12 +9,7 @@ sys.modules["diffquant"] = None  # type: ignore[assignment]
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    CompressedTensorsConfig,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)

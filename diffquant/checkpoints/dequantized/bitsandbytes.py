@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.dequantized.base import EncodedMatrix, LayoutChecker, QuantizedMatrices, register
+from diffquant.checkpoints.dequantized import EncodedMatrix, QuantizedMatrices, register
+from diffquant.checkpoints.dequantized.checker import LayoutChecker
 from diffquant.checkpoints.dequantized.floats import model_dtype
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.support.devices import DTYPES

@@ -25,7 +25,8 @@ from diffquant.checkpoints.compressed_config import (
 )
 from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
-from diffquant.checkpoints.dequantized.base import EncodedMatrix, LayoutChecker, QuantizedMatrices, register
+from diffquant.checkpoints.dequantized import EncodedMatrix, QuantizedMatrices, register
+from diffquant.checkpoints.dequantized.checker import LayoutChecker
 from diffquant.checkpoints.dequantized.floats import find_unscaled, make_scale_picker, model_dtype, read_float_matrix
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.compressed_config import block_shape
-from diffquant.checkpoints.dequantized.base import EncodedMatrix, LayoutChecker, QuantizedMatrices, register
+from diffquant.checkpoints.dequantized import EncodedMatrix, QuantizedMatrices, register
+from diffquant.checkpoints.dequantized.checker import LayoutChecker
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.support.devices import DTYPES

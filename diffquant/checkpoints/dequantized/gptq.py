@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from diffquant.checkpoints.compressed_targets import match_modules
-from diffquant.checkpoints.dequantized.base import EncodedMatrix, LayoutChecker, QuantizedMatrices, register
+from diffquant.checkpoints.dequantized import EncodedMatrix, QuantizedMatrices, register
+from diffquant.checkpoints.dequantized.checker import LayoutChecker
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.recipe.numbers.packing import packed_words, unpack
 

@@ -55,12 +55,7 @@ class Fidelity(PrintableResult):
 
     @classmethod
     def from_compared(
-        cls,
-        compared: Compared,
-        reference: JsonObject,
-        candidate: JsonObject,
-        text: JsonObject,
-        settings: JsonObject,
+        cls, compared: Compared, reference: JsonObject, candidate: JsonObject, text: JsonObject, settings: JsonObject
     ) -> "Fidelity":
         """Compute the statistics from what `compare_distributions` returned."""
         kl, is_same, nll, k = compared

@@ -187,11 +187,9 @@ def _outcomes(source: str) -> list[_Named]:
         sweep = read_sweep(file)
         outcomes = _sweep_outcomes(sweep, words.split())
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(
-            _no_sweep(file)
-            if isinstance(error, ValueError) and file.name != "sweep.json"
-            else f"cannot read {file} as a sweep: {type(error).__name__}: {error}"
-        ) from error
+        if isinstance(error, ValueError) and file.name != "sweep.json":
+            raise UsageError(_no_sweep(file)) from error
+        raise UsageError(f"cannot read {file} as a sweep: {type(error).__name__}: {error}") from error
     if not outcomes:
         known = ", ".join(dict.fromkeys(_point_name(point, sweep.names) for point in sweep.points))
         raise UsageError(f"{source}: no measured configuration has the words {words!r}; choose from {known}")

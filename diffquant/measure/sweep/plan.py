@@ -75,9 +75,9 @@ def plan_sweep(
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens_for(device))
     check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.map_rounding_choices))
     sources = {model: open_source(model) for model in checkpoints}
-    grid += [
-        _recorded_point(model, source) for model, source in sources.items() if _without_weights(source) != Recipe()
-    ]
+    # A quantized folder also runs under the whole recipe that it records, cache and logits included.
+    recorded = {model: _without_weights(source) for model, source in sources.items()}
+    grid += [SweepPoint(model, RECIPE, 0, OWN, own, model) for model, own in recorded.items() if own != Recipe()]
     grid.sort(key=lambda point: checkpoints.index(point.model))
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
     for model, source in sources.items():
@@ -113,11 +113,6 @@ def plan_sweep(
         "dtype": dtype_name(dtype) if sources else None,
         "versions": list_compute_versions(device),
     }
-
-
-def _recorded_point(model: Path, source: Source) -> SweepPoint:
-    """Make the point that runs a quantized folder under the whole recipe that it records, cache and logits included."""
-    return SweepPoint(model, RECIPE, 0, OWN, _without_weights(source), model)
 
 
 def _without_weights(source: Source) -> Recipe:

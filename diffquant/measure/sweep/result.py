@@ -95,15 +95,13 @@ class SweepResult:
     def result_and_baseline(self, point: SweepPoint, task: str) -> tuple[TaskResult | None, TaskResult | None]:
         """Return a configuration's result and the 16-bit result that it is compared with; a missing one is None."""
         full = None if point.is_baseline else self._baselines.get(point.compared_with)
-        return self._result_by_point_and_task.get((id(point), task)), self._result_by_point_and_task.get(
-            (id(full), task)
-        ) if full else None
+        found = self._result_by_point_and_task
+        return found.get((id(point), task)), found.get((id(full), task)) if full else None
 
     def find_any_result(self, point: SweepPoint) -> TaskResult | None:
         """Return a configuration's result of any task, for its stored sizes, or None if all of its cells failed."""
-        return next(
-            (found for task in self.tasks if (found := self._result_by_point_and_task.get((id(point), task)))), None
-        )
+        found = (self._result_by_point_and_task.get((id(point), task)) for task in self.tasks)
+        return next(filter(None, found), None)
 
     @cached_property
     def _result_by_point_and_task(self) -> dict[tuple[int, str], TaskResult | None]:

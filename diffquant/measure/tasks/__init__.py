@@ -49,11 +49,9 @@ def task_class_named(name: str) -> type[Task]:
         near = get_close_matches(kind, list(_KINDS), n=1)
         # Sorted, since the order of imports may vary.
         usages = ", ".join(sorted(task.usage for task in task_kinds()))
-        known = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f"choose from {usages}; if it is a task of lm-eval, give lm-eval:{kind}"
-        )
+        known = f"choose from {usages}; if it is a task of lm-eval, give lm-eval:{kind}"
+        if near:
+            known = f"did you mean {near[0]!r}?"
         raise UsageError(f"unknown task {name!r}; {known}")
     return _KINDS[kind]
 

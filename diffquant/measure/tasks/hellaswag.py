@@ -83,13 +83,7 @@ def _notes(results: Sequence[TaskResult]) -> list[str]:
 
 
 # Results older than margins have only the score.
-MARGINS = replace(
-    ITEMS,
-    metrics=(KL, MARGIN, *ITEMS.metrics),
-    record=_record,
-    notes=_notes,
-    named_alone=False,
-)
+MARGINS = replace(ITEMS, metrics=(KL, MARGIN, *ITEMS.metrics), record=_record, notes=_notes, named_alone=False)
 
 
 @register

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.measure.results import ITEMS, TaskResult
@@ -18,17 +19,13 @@ if TYPE_CHECKING:
     from diffquant.measure.protocols.needle import NeedlePlan
 
 
-def _read_lengths(text: str) -> tuple[int, ...]:
-    return split_numbers("lengths", text, "1024,4096")
-
-
 LENGTHS = TaskOption[tuple[int, ...]](
     "lengths",
     NEEDLE_LENGTHS,
     "Lengths of needle prompts in tokens, such as 256,1K,4K.",
     str,
     written="256",
-    read=_read_lengths,
+    read=partial(split_numbers, "lengths", example="1024,4096"),
 )
 
 

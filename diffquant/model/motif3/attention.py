@@ -73,9 +73,10 @@ class LatentAttention(PairAttention):
                 turned, latent = reading.cache.update(*stored, self.layer, needed=reading.needed)
                 if self.value_rotation is not None:
                     latent = rotate_by(latent, self.value_rotation.mT)
-        if y is None:
-            attended = self._attend_absorbed if self._absorbs(x.shape[1], latent.shape[2]) else self._attend_expanded
-            y = attended(q, turned, latent, lam, mask)
+        if y is None and self._absorbs(x.shape[1], latent.shape[2]):
+            y = self._attend_absorbed(q, turned, latent, lam, mask)
+        elif y is None:
+            y = self.attend(q, *self.expand_latents(turned, latent), lam, mask)
         out: Tensor = self.wo(y * self.wq_b_gate(query_latent).sigmoid())
         return out
 
@@ -135,9 +136,6 @@ class LatentAttention(PairAttention):
         more_of_a_map = 2 * block.latent + block.rope - spec.head_dim - spec.value_dim
         expansion = block.latent * spec.kv_pairs * (block.unrotated_width + spec.value_dim)
         return queries * spec.query_heads * more_of_a_map < expansion
-
-    def _attend_expanded(self, q: Tensor, turned: Tensor, latent: Tensor, lam: Tensor, mask: Mask) -> Tensor:
-        return self.attend(q, *self.expand_latents(turned, latent), lam, mask)
 
     def _attend_absorbed(self, q: Tensor, turned: Tensor, latent: Tensor, lam: Tensor, mask: Mask) -> Tensor:
         keys = torch.cat([latent, turned], -1)

@@ -256,12 +256,9 @@ class SambaYLayer(DecoderLayer):
         return layer_norm(self.input_layernorm, x)
 
     def project(self, state: LayerState, *_: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-        mixer = self.attn
-        return (
-            mixer.project(self.normalize_mixer_input(state.x), state.shared)
-            if isinstance(mixer, SambaYAttention)
-            else None
-        )
+        if not isinstance(self.attn, SambaYAttention):
+            return None
+        return self.attn.project(self.normalize_mixer_input(state.x), state.shared)
 
     @property
     def window(self) -> int | None:  # type: ignore[override]

@@ -182,9 +182,7 @@ VIEWS = {
     ),
     "sweep": ResultView(lambda result, _: result.table() if result.cells else None),
     "report": ResultView(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
-    "outliers": ResultView(
-        lambda found, _: resolve_name("diffquant.calib.outlier_result:outlier_table")(found),
-    ),
+    "outliers": ResultView(lambda found, _: resolve_name("diffquant.calib.outlier_result:outlier_table")(found)),
     "bench": ResultView(_format_bench),
     "generate": ResultView(lambda *_: "", _continuation_json),
     "run": ResultView(lambda *_: "", _continuation_json),

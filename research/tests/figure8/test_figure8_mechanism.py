@@ -286,8 +286,8 @@ def test_bits_won_by_the_nine_of_the_gpu_and_r_at_1024_tokens():
 
 def test_the_runs_that_the_analyses_ask_for_are_the_lists():
     names = {run.name for run in listed()}
-    assert not set(depth.missing({})) - names
-    assert not set(growth.missing({})) - names
-    assert not set(tuned.missing({}, [101, *tuned.SEEDS])) - names
+    assert not set(depth.NAMES) - names
+    assert not set(growth.NAMES) - names
+    assert not set(tuned.names_of([101, *tuned.SEEDS])) - names
     assert {f"e6-{kind}{recipe}-seed-113" for recipe in growth.RECIPES for kind in KINDS} < names
     assert len(GRID) == 4

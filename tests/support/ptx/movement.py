@@ -4,16 +4,7 @@ import numpy as np
 
 from tests.support.ptx.block import Block, Mask, opcode
 from tests.support.ptx.parsing import SIZES, Fault, Instruction, elements
-from tests.support.ptx.values import (
-    BITS,
-    FLOATS,
-    Array,
-    as_integers,
-    float32_to_e4m3,
-    flushed,
-    joined,
-    to_words,
-)
+from tests.support.ptx.values import BITS, FLOATS, Array, as_integers, float32_to_e4m3, flushed, joined, to_words
 
 _ROUNDINGS = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
 

@@ -90,8 +90,7 @@ def _by_scale(values: Tensor, scale: Tensor) -> Tensor:
 
 def _times(values: Tensor, scale: Tensor) -> Tensor:
     """Multiply values [out, in] by their scales [out, in/g]."""
-    product: Tensor = (_by_scale(values, scale) * scale[..., None]).flatten(1)
-    return product
+    return (_by_scale(values, scale) * scale[..., None]).flatten(1)
 
 
 class _Latent(nn.Module):
@@ -189,12 +188,7 @@ def _outputs(runner: LayerRunner[Any], layer: nn.Module, states: States, exact: 
 
 
 def _descend(
-    output: _Output,
-    weights: LayerWeights,
-    latents: dict[str, _Latent],
-    states: States,
-    exact: States,
-    seed: int,
+    output: _Output, weights: LayerWeights, latents: dict[str, _Latent], states: States, exact: States, seed: int
 ) -> None:
     """Train the latents by Adam with a learning rate that decays linearly to zero, one shuffled batch per step."""
     travels = {
