@@ -168,8 +168,8 @@ def check_arguments(verb: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
             kind, default = kind_of(known[name].annotation), known[name].default
             if kind is not None and value is not default:
                 _check(verb.__name__, name, kind, _names_in(known[name].annotation), value)
-                if kind.is_repeatable and default is None and not value:
-                    raise UsageError(f"{name} is {_of(value)}; leave it out or give at least one")
+                if kind.is_repeatable and not value and default in (None, inspect.Parameter.empty):
+                    raise UsageError(f"{name} is {_of(value)}; give at least one")
                 if kind.type in (int, float) and not isinstance(value, int | float):
                     # Neither JSON nor a random generator's seed takes numbers of NumPy.
                     given.arguments[name] = kind.type(value)

@@ -47,8 +47,6 @@ def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
             if files
             else f"no such folder: {', '.join(absent)}"
         )
-    if not folders:
-        raise UsageError("no run: give at least one folder")
     index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
     check_output_file(index, _is_index(index))
     found = find_runs(folders)

@@ -47,12 +47,13 @@ def test_one_width_is_given_as_a_number_too(given):
 @in_one_test(
     ("verb", "arguments", "message"),
     [
-        ("quantize", {"model": "model", "text": []}, r"text is \[\]; leave it out or give at least one"),
+        ("quantize", {"model": "model", "text": []}, r"text is \[\]; give at least one"),
         ("quantize", {"model": "model", "text": ""}, "text is ''; it must be a path"),
-        ("calibrate", {"model": "model", "output": "out", "text": ()}, r"text is \(\); leave it out"),
+        ("calibrate", {"model": "model", "output": "out", "text": ()}, r"text is \(\); give at least one"),
         ("generate", {"model": "model", "prompt": "x", "scales": ""}, "scales is ''; it must be a path"),
         ("inspect", {"model": ""}, "model is ''; it must be a checkpoint folder"),
-        ("report", {"runs": []}, "no run: give at least one folder"),
+        ("report", {"runs": []}, r"runs is \[\]; give at least one"),
+        ("outliers", {"models": []}, r"models is \[\]; give at least one"),
         ("sweep", {"models": "model", "output": "out", "bits": ["8"]}, "bits is '8'; it must be a whole number"),
         ("sweep", {"models": "model", "output": "out", "bits": [8.0]}, "bits is 8.0; it must be a whole number"),
         ("evaluate", {"model": "model", "characters": 64.0}, "characters is 64.0; it must be a whole number"),
