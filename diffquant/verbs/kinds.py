@@ -265,7 +265,10 @@ def parse_numbers(name: str, given: str | int | Sequence[int]) -> tuple[int, ...
 def parse_widths(given: str | int | Sequence[int | str]) -> tuple[int | str, ...]:
     """Return widths from "8,nvfp4" or [8, "nvfp4"]: bits as numbers, other formats by name."""
     parts = split_list(given) if isinstance(given, str) else (given,) if isinstance(given, int) else tuple(given)
-    return tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
+    return tuple(
+        int(part) if isinstance(part, Integral) or (isinstance(part, str) and part.isdecimal()) else part
+        for part in parts
+    )
 
 
 def to_paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:

@@ -8,7 +8,7 @@ import torch
 
 import diffquant
 from diffquant.errors import UsageError
-from diffquant.verbs.kinds import parse_numbers, read_task_options
+from diffquant.verbs.kinds import parse_numbers, parse_widths, read_task_options
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
@@ -78,6 +78,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     assert len(said) == 1
     options = read_task_options({"lengths": [np.int64(64)], "characters": np.int64(0)}, diffquant.sweep)
     assert options == {"lengths": (64,), "characters": None}
+    assert parse_widths([np.int64(8), "4", "nvfp4"]) == (8, 4, "nvfp4")
 
 
 def test_the_number_in_the_example_of_evaluate_is_there(tmp_path):
