@@ -105,9 +105,8 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": context,
         "bos_token_id": 0 if tokens.bos is None else tokens.bos,
-        # Without an end token, only the length stops generation; ids outside the vocabulary are refused.
         "eos_token_id": tokens.ends,
-        "pad_token_id": (*tokens.ends, 0)[0] if tokens.pad is None else tokens.pad,
+        "pad_token_id": _genai_padding(tokens, config.vocab_size),
         "decoder": decoder,
     }
     search = {
@@ -122,6 +121,15 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
         "top_p": 1.0,
     }
     return {"model": model, "search": search}
+
+
+def _genai_padding(tokens: SpecialTokens, vocabulary_size: int) -> int:
+    """Return the token with which onnxruntime-genai pads.
+
+    If no token ends a text, genai ends it at this token, and refuses ids outside the vocabulary. So it is one that the
+    model hardly generates: the one that begins texts, or else the last one.
+    """
+    return next(token for token in (tokens.pad, *tokens.ends, tokens.bos, vocabulary_size - 1) if token is not None)
 
 
 WEB_FILE = "web.json"
