@@ -105,7 +105,8 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": context,
         "bos_token_id": 0 if tokens.bos is None else tokens.bos,
-        "eos_token_id": tokens.ends,
+        # genai refuses ids outside the vocabulary, which no model generates.
+        "eos_token_id": [token for token in tokens.ends if token in range(config.vocab_size)],
         "pad_token_id": _genai_padding(tokens, config.vocab_size),
         "decoder": decoder,
     }
@@ -126,10 +127,11 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
 def _genai_padding(tokens: SpecialTokens, vocabulary_size: int) -> int:
     """Return the token with which onnxruntime-genai pads.
 
-    If no token ends a text, genai ends it at this token, and refuses ids outside the vocabulary. So it is one that the
-    model hardly generates: the one that begins texts, or else the last one.
+    If no token ends a text, genai ends it at this token. So it is one that the model hardly generates: the one that
+    begins texts, or else the last one.
     """
-    return next(token for token in (tokens.pad, *tokens.ends, tokens.bos, vocabulary_size - 1) if token is not None)
+    chosen = (tokens.pad, *tokens.ends, tokens.bos, vocabulary_size - 1)
+    return next(token for token in chosen if token is not None and token in range(vocabulary_size))
 
 
 WEB_FILE = "web.json"

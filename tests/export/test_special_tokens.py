@@ -120,6 +120,15 @@ def test_genai_stops_at_each_of_several_ends(source, endless, stop, tmp_path):
     assert by_genai(tmp_path / "out") == endless[1][:4]
 
 
+def test_genai_takes_ends_and_padding_that_the_vocabulary_does_not_have(source, endless, stop, tmp_path):
+    beyond = {"eos_token_id": [-1, stop, tiny_lm.WORDS], "pad_token_id": tiny_lm.WORDS + 7}
+    export(settle(source, beyond), tmp_path / "out")
+    assert by_genai(tmp_path / "out") == endless[1][:4]
+    edit_json(source / "generation_config.json", eos_token_id=tiny_lm.WORDS, bos_token_id=-1)
+    export(source, tmp_path / "endless")
+    assert by_genai(tmp_path / "endless") == endless[1]
+
+
 @pytest.mark.parametrize("bos", [0, None])
 def test_genai_goes_on_where_no_token_ends_a_text(source, endless, tmp_path, bos):
     """Where no token ends a text, it ends at the one with which it pads."""
