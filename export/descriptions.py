@@ -105,9 +105,9 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": context,
         "bos_token_id": 0 if tokens.bos is None else tokens.bos,
-        # Without an end token, only the length stops generation; ids outside the vocabulary are refused.
-        "eos_token_id": tokens.ends,
-        "pad_token_id": (*tokens.ends, 0)[0] if tokens.pad is None else tokens.pad,
+        # genai refuses ids outside the vocabulary, which no model generates.
+        "eos_token_id": [token for token in tokens.ends if token in range(config.vocab_size)],
+        "pad_token_id": _genai_padding(tokens, config.vocab_size),
         "decoder": decoder,
     }
     search = {
@@ -122,6 +122,16 @@ def genai_config(plan: ExportPlan, tokens: SpecialTokens) -> dict[str, Any]:
         "top_p": 1.0,
     }
     return {"model": model, "search": search}
+
+
+def _genai_padding(tokens: SpecialTokens, vocabulary_size: int) -> int:
+    """Return the token with which onnxruntime-genai pads.
+
+    If no token ends a text, genai ends it at this token. So it is one that the model hardly generates: the one that
+    begins texts, or else the last one.
+    """
+    chosen = (tokens.pad, *tokens.ends, tokens.bos, vocabulary_size - 1)
+    return next(token for token in chosen if token is not None and token in range(vocabulary_size))
 
 
 WEB_FILE = "web.json"

@@ -190,5 +190,7 @@ def _check_targets(targets: Sequence[str]) -> None:
     if "hidden" in targets:
         raise UsageError(f"no scheme quantizes hidden states, so they have no ranges; calibrate {known}")
     unknown = [target for target in targets if target not in CALIBRATED_TARGETS]
-    if unknown or not targets:
+    if not targets:
+        raise UsageError(f"no target is given; choose from {known}")
+    if unknown:
         raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; choose from {known}")

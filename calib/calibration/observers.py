@@ -137,6 +137,8 @@ class Observer:
             UsageError: the text is none of these.
         """
         kind, _, percentage = text.partition(":")
+        if percentage and kind in KINDS and kind != "percentile":
+            raise UsageError(f"observer {kind} takes no percentage: give {kind}, or percentile:{percentage}")
         try:
             return cls(kind, float(percentage) if percentage else cls.percentile, bits)
         except ValueError as error:

@@ -114,7 +114,11 @@ class SpreadPlacement(Placement):
         device_map = places.device_map
         if isinstance(device_map, str):
             sizes: dict[str, Any] = {"no_split_module_classes": self._layer_classes, "dtype": dtype}
-            memory = get_balanced_memory(model, dict(places.max_memory) if places.max_memory else None, **sizes)
+            limits = dict(places.max_memory) if places.max_memory else None
+            try:
+                memory = get_balanced_memory(model, limits, **sizes)
+            except ValueError as error:
+                raise UsageError(f"cannot read max_memory {limits}: {error}") from error
             device_map = infer_auto_device_map(model, memory, **sizes)
         elif unknown := sorted(set(device_map) - {name for name, _ in model.named_modules()}):
             raise UsageError(f"device_map names modules that the model does not have: {first_few(unknown, ', ')}")

@@ -38,11 +38,12 @@ class OffloadPlan:
 
         Raises:
             UsageError: `device_map` is combined with a device, is a text other than "auto", or is missing although a
-                folder is given.
+                folder or `max_memory` is given.
         """
         if device_map is None:
-            if offload_folder is not None:
-                raise UsageError(f"an offload folder needs a device map: give {option_name('device_map', 'auto')} too")
+            given = {"an offload folder": offload_folder, "max_memory": max_memory}
+            for what in (name for name, value in given.items() if value is not None):
+                raise UsageError(f"{what} needs a device map: give {option_name('device_map', 'auto')} too")
             return None
         if isinstance(device_map, str) and device_map != "auto":
             raise UsageError(f"device_map must be 'auto' or a mapping from modules to devices, got {device_map!r}")

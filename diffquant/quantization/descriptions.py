@@ -243,7 +243,7 @@ def write_descriptions(
         config = config_for_engines(config, adapter)
     carried = {file.name for file in folder.glob("*.py")}
     code = write_modelling_file(folder, config, adapter)
-    replaced = sorted(carried - code.keys()) if code else []
+    replaced = sorted(carried - {file.name for file in folder.glob("*.py")})
     if plan.has_motif3_layout:
         config["quantization_config"] = {
             "quant_method": Motif3Experts.method,

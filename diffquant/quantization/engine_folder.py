@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.checkpoints.compressed_config import has_own_kv_cache_scheme
-from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
+from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.model.architecture import TransformerArchitecture
 from diffquant.support.files import write_atomically
@@ -127,15 +127,13 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
         adapter: adapter of the folder's format, or None if diffquant cannot run the architecture.
 
     Returns:
-        SHA-256 of each code file written, by file name.
-
-    Raises:
-        CheckpointError: no modelling file can run the model, and the source has a file with the name of one.
+        SHA-256 of each code file written, by file name. If no modelling file can run the model, none is written, and
+        files that have the name of one are deleted.
     """
     file = find_modelling_file(config, adapter)
     if not file:
-        if taken := [name for name in MODELLING_FILES if (folder / name).exists()]:
-            raise CheckpointError(f"the source has {taken[0]}, a name that diffquant needs: rename that file")
+        for name in MODELLING_FILES:
+            (folder / name).unlink(missing_ok=True)
         return {}
     remove_code_files(folder)
     text = make_modelling_text(file, config["model_type"])

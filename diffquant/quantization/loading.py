@@ -89,7 +89,7 @@ def load(
     recipe = None if recipe is None else Recipe.parse(recipe)
     recipe, schemes = resolve_recipe(source, recipe)
     ranges = read_stored_ranges(source.checkpoint, source.adapter)
-    if scales:
+    if scales is not None:
         calibrated = read_ranges(Path(scales), source)
         calibrated.check_recipe(recipe)
         ranges |= calibrated.tensors

@@ -36,7 +36,9 @@ def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtyp
     """
     if isinstance(dtype, str):
         return resolve_dtype(dtype, device)
-    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+    if dtype is None:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise UsageError(f"a model cannot run in {dtype}: expected torch.bfloat16, float16, float32 or float64")
     return dtype
 
@@ -82,7 +84,7 @@ def check_device(device: str) -> None:
     """
     try:
         named = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UsageError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from error
     if named.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"no device {device!r}: torch finds no CUDA device; use {option_name('device', 'cpu')}")

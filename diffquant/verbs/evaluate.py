@@ -31,7 +31,7 @@ def evaluate(
     """Measure one configuration of one model.
 
         diffquant eval model-4bit --tasks perplexity
-        diffquant.evaluate("model", "perplexity", {"kv": 8}, characters=4096)["perplexity"].score
+        diffquant.evaluate("model", "perplexity", {"kv": 8})["perplexity"].details["perplexity"]
 
     A quantized checkpoint uses its recorded recipe by default. An exported folder takes no recipe.
 

@@ -1,6 +1,7 @@
 """The verb `generate`: continues a prompt."""
 
 from collections.abc import Callable, Iterable
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,6 +84,10 @@ def generate(
     from diffquant.verbs.generation import stream
 
     check_backend(attention)
+    if isinstance(tokenizer, str | PathLike):
+        raise UsageError(
+            f"tokenizer is a path, not a tokenizer; use tokenizer=diffquant.load_tokenizer({str(tokenizer)!r})"
+        )
     if isinstance(model, CausalModel):
         for_loading = (wanted, scales, dtype, device_map, offload_folder)
         if tokenizer is None:
@@ -91,10 +96,6 @@ def generate(
             raise UsageError(
                 "recipe, dtype, device and device_map apply only when a model is loaded, but this one is loaded "
                 "already; use its methods apply_recipe and to"
-            )
-        if isinstance(tokenizer, str):
-            raise UsageError(
-                f"tokenizer is text, not a tokenizer; use tokenizer=diffquant.load_tokenizer({tokenizer!r})"
             )
         loaded = model
     else:

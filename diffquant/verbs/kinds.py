@@ -161,14 +161,19 @@ def check_arguments(verb: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
                 hint = f"; use {ours}" if ours else did_you_mean(name, list(known))
                 raise UsageError(f"{verb.__name__} has no parameter {name}{hint}")
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            given = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise UsageError(f"{verb.__name__}: {error}") from error
-        for name, value in given.items():
+        for name, value in given.arguments.items():
             kind, default = kind_of(known[name].annotation), known[name].default
             if kind is not None and value is not default:
                 _check(verb.__name__, name, kind, _names_in(known[name].annotation), value)
-        return verb(*args, **kwargs)
+                if kind.is_repeatable and not value and default in (None, inspect.Parameter.empty):
+                    raise UsageError(f"{name} is {_of(value)}; give at least one")
+                if kind.type in (int, float) and not isinstance(value, int | float):
+                    # Neither JSON nor a random generator's seed takes numbers of NumPy.
+                    given.arguments[name] = kind.type(value)
+        return verb(*given.args, **given.kwargs)
 
     return run
 
@@ -179,7 +184,7 @@ def _check(verb: str, name: str, kind: Kind, takes: set[str], value: object) -> 
     elif kind.type is Path and "RecipeLike" not in takes:
         several = kind.is_repeatable and isinstance(value, Sequence) and not isinstance(value, str | bytes)
         for each in value if several else (value,):  # type: ignore[attr-defined]  # it is a sequence where it has several
-            if not (isinstance(each, str | PathLike) or _is_of(each, takes)):
+            if each == "" or not (isinstance(each, str | PathLike) or _is_of(each, takes)):
                 raise UsageError(_no_path(verb, name, kind, each))
             _check_name(name, each)
     elif kind.type is str and not (_is_of(value, takes) or (takes & _PATHS and isinstance(value, PathLike))):
@@ -199,15 +204,15 @@ def _check_number(name: str, kind: Kind, value: object) -> None:
         raise UsageError(f"{name} is {_of(value)}; it must be a {'whole ' * (kind.type is int)}number")
     # Like typer, treat NaN as outside any bounds.
     if kind.least is not None and not value >= kind.least:  # type: ignore[operator]
-        raise UsageError(f"{name} must be {kind.least:g} or more, got {value}")
+        raise UsageError(f"{name} must be {kind.least:.15g} or more, got {value}")
     if kind.most is not None and value > kind.most:  # type: ignore[operator]
-        raise UsageError(f"{name} must be {kind.most:g} or less, got {value}")
+        raise UsageError(f"{name} must be {kind.most:.15g} or less, got {value}")
 
 
 def _no_path(verb: str, name: str, kind: Kind, value: object) -> str:
     if not kind.is_positional or kind.placeholder not in ("MODEL", "MODELS"):
         return f"{name} is {_of(value)}; it must be a path"
-    if value is None or isinstance(value, Number | bytes):
+    if value is None or isinstance(value, str | Number | bytes):
         return f"{name} is {_of(value)}; it must be a checkpoint folder, a .gguf file or ORG/NAME"
     return (
         f"{verb} reads a checkpoint from disk, not a {type(value).__name__} in memory; "
@@ -251,13 +256,19 @@ def parse_numbers(name: str, given: str | int | Sequence[int]) -> tuple[int, ...
     """
     if isinstance(given, str):
         return split_numbers(name, given, "16,8,6,4")
-    return (given,) if isinstance(given, int) else tuple(given)
+    numbers = (given,) if isinstance(given, int) else tuple(given)
+    for each in numbers:
+        _check_number(name, _PLAIN[int], each)
+    return tuple(map(int, numbers))
 
 
 def parse_widths(given: str | int | Sequence[int | str]) -> tuple[int | str, ...]:
     """Return widths from "8,nvfp4" or [8, "nvfp4"]: bits as numbers, other formats by name."""
     parts = split_list(given) if isinstance(given, str) else (given,) if isinstance(given, int) else tuple(given)
-    return tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
+    return tuple(
+        int(part) if isinstance(part, Integral) or (isinstance(part, str) and part.isdecimal()) else part
+        for part in parts
+    )
 
 
 def to_paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
@@ -292,10 +303,17 @@ def read_task_options(given: Mapping[str, object], verb: Callable[..., object]) 
 def _read(option: "TaskOption[object]", value: object) -> object:
     if isinstance(value, str | PathLike) and not is_encodable_text(str(value)):
         raise UsageError(f"{option.name} is {str(value)!r}, which is not UTF-8; rename the file")
+    if option.kind is str and option.read is not None and not isinstance(value, str):
+        value = ",".join(map(str, value if isinstance(value, Sequence) else (value,)))
+    if option.kind is bool and not isinstance(value, bool):
+        raise UsageError(f"{option.name} is {_of(value)}; it must be True or False")
     if isinstance(value, str):
         try:
             value = option.kind(value)
         except ValueError as error:
             raise UsageError(f"{option.name} takes a number, not {value!r}") from error
+    elif option.kind is int and value is not None:
+        _check_number(option.name, _PLAIN[int], value)
+        value = int(value)  # type: ignore[call-overload]  # it is a whole number
     is_written = option.read is not None and isinstance(value, option.kind)
     return option.read(value) if is_written else value  # type: ignore[arg-type,misc]  # of what it reads

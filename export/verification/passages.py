@@ -40,7 +40,7 @@ def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.nd
         source: checkpoint whose tokenizer is used.
         config: configuration with the context length and the vocabulary size.
     """
-    lengths = _lengths(min(LONGEST, config.max_position_embeddings - 1))
+    lengths = _lengths(max(1, min(LONGEST, config.max_position_embeddings - 1)))
     passages = _prose(source, lengths)
     if passages is None or max(map(max, passages)) >= config.vocab_size:
         rng = np.random.default_rng(0)

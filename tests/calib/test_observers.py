@@ -185,6 +185,12 @@ def test_a_file_of_ranges_gives_them_back_and_any_flipped_bit_is_refused(tmp_pat
     assert [at for at, _ in taken] == []
 
 
+@in_one_test("text", ["absmax:99.9", "mse:99"])
+def test_an_observer_without_a_percentage_takes_none(text):
+    with pytest.raises(UsageError, match="takes no percentage: give"):
+        Observer.parse(text)
+
+
 @in_one_test("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_ranges_that_no_scale_can_be_made_of_are_refused(tmp_path, value):
     write_ranges(tmp_path / "s.safetensors", Ranges("", {}, None, {"layers.0.k": torch.tensor([[1.0, value]])}))

@@ -12,6 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
 from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE, packed_shapes, unpack_parts, unpack_weight
 from diffquant.checkpoints.opening import open_checkpoint
+from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.weight_source import PackingRules, open_weights
 from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UnknownModelTypeError, UsageError
 from diffquant.quantization.loading import load
@@ -20,7 +21,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from tests.support import unknown_model
-from tests.support.checkpoints import contents, write_diffllama
+from tests.support.checkpoints import contents, write_checkpoint, write_diffllama
 from tests.support.packed_folders import edit_tensors
 from tests.support.tables import in_one_test
 from tests.support.unknown_model import linears, write_unknown
@@ -131,6 +132,17 @@ def test_weights_of_a_known_architecture_are_the_same_by_name(tmp_path, run):
     by_name, known = contents(tmp_path / "named"), contents(tmp_path / "known")
     assert by_name["model.safetensors"] == known["model.safetensors"]
     assert load(tmp_path / "named").config == load(tmp_path / "known").config
+
+
+def test_weights_of_a_folder_with_our_modelling_file_are_chosen_by_name_without_it(tmp_path):
+    unilm = write_checkpoint(tmp_path / "unilm", "unilm-v2", torch.bfloat16)
+    source = quantize(open_source(unilm), tmp_path / "source", Recipe.of(kv="8:row")).destination
+    assert (source / "modeling_diffquant.py").exists()
+    rules = PackingRules.read(None, ("*.q_proj.weight",))
+    folder = quantize(open_weights(source, rules), tmp_path / "out", Recipe.of(weights="4:g32")).destination
+    assert not list(folder.glob("*.py"))
+    assert "auto_map" not in json.loads((folder / "config.json").read_text())
+    load(folder)
 
 
 def test_patterns_to_keep_and_overrides_change_the_choice(tmp_path, source):

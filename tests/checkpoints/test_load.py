@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diffquant import Recipe, convert, load, load_tokenizer, quantize
-from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UsageError
+from diffquant.errors import CheckpointError, DiffQuantError, GroupSizeError, NonFiniteError, UsageError
 from diffquant.quantization.inspection import inspect_checkpoint
 from tests.support.checkpoints import TWO_LAYERS, set_number, write_diffllama, write_llama, write_random
 from tests.support.models import random_ids
@@ -90,6 +90,19 @@ def test_a_device_that_is_not_there_is_refused(source, device):
         pytest.skip("there is one")
     with pytest.raises(UsageError, match=device):
         load(source, device=device)
+
+
+@in_one_test(
+    ("given", "said"),
+    [
+        ({"device": None}, "unknown device None"),
+        ({"dtype": float}, "a model cannot run in <class 'float'>"),
+        ({"scales": ""}, "cannot read ranges from"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(source, given, said):
+    with pytest.raises(DiffQuantError, match=said):
+        load(source, **given)
 
 
 def test_a_norm_epsilon_left_to_the_default_survives_conversion(tmp_path):

@@ -102,17 +102,40 @@ def test_texts_end_where_transformers_ends_them(source, stop, tmp_path, generati
         assert each.generate(PROMPT, NEW, ["\n\n\n"], {}) == expected
 
 
-def test_genai_stops_at_each_of_several_ends(source, endless, stop, tmp_path):
+def by_genai(folder):
+    """The greedy continuation of the prompt."""
     genai = pytest.importorskip("onnxruntime_genai")
-    export(settle(source, {"eos_token_id": [1, stop]}), tmp_path / "out")
-    model = genai.Model(str(tmp_path / "out"))
+    model = genai.Model(str(folder))
     parameters = genai.GeneratorParams(model)
     parameters.set_search_options(max_length=len(PROMPT) + NEW, do_sample=False)
     generator = genai.Generator(model, parameters)
     generator.append_tokens(np.array([PROMPT], np.int32))
     while not generator.is_done():
         generator.generate_next_token()
-    assert list(generator.get_sequence(0))[len(PROMPT) :] == endless[1][:4]
+    return list(generator.get_sequence(0))[len(PROMPT) :]
+
+
+def test_genai_stops_at_each_of_several_ends(source, endless, stop, tmp_path):
+    export(settle(source, {"eos_token_id": [1, stop]}), tmp_path / "out")
+    assert by_genai(tmp_path / "out") == endless[1][:4]
+
+
+def test_genai_takes_ends_and_padding_that_the_vocabulary_does_not_have(source, endless, stop, tmp_path):
+    beyond = {"eos_token_id": [-1, stop, tiny_lm.WORDS], "pad_token_id": tiny_lm.WORDS + 7}
+    export(settle(source, beyond), tmp_path / "out")
+    assert by_genai(tmp_path / "out") == endless[1][:4]
+    edit_json(source / "generation_config.json", eos_token_id=tiny_lm.WORDS, bos_token_id=-1)
+    export(source, tmp_path / "endless")
+    assert by_genai(tmp_path / "endless") == endless[1]
+
+
+@pytest.mark.parametrize("bos", [0, None])
+def test_genai_goes_on_where_no_token_ends_a_text(source, endless, tmp_path, bos):
+    """Where no token ends a text, it ends at the one with which it pads."""
+    export(settle(source, {"bos_token_id": bos}), tmp_path / "out")
+    pad = json.loads((tmp_path / "out" / "genai_config.json").read_text())["model"]["pad_token_id"]
+    assert pad == (tiny_lm.WORDS - 1 if bos is None else bos)
+    assert by_genai(tmp_path / "out") == endless[1]
 
 
 def test_every_folder_that_is_made_of_a_checkpoint_ends_texts_where_it_does(source, stop, tmp_path):

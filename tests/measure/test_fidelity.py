@@ -277,6 +277,51 @@ def test_a_server_that_refuses_or_is_not_there_is_told_of(reference, candidate, 
         diffquant.fidelity(reference, serve(candidate, most=3), top_k=5, **READING)
 
 
+def answers(**changes):
+    """What a server says about a prompt of four tokens: its model, and two likeliest tokens of each position."""
+    likeliest = {"5": {"logprob": -0.5}, "6": {"logprob": -1.0}}
+    completion = {"choices": [{"prompt_logprobs": [None, likeliest, likeliest, likeliest]}]}
+    return {"/v1/models": {"data": [{"id": "x"}]}, "/tokenize": {"tokens": [1, 2]}, "/v1/completions": completion} | {
+        {"models": "/v1/models", "tokenize": "/tokenize", "completions": "/v1/completions"}[name]: answer
+        for name, answer in changes.items()
+    }
+
+
+def told(*positions):
+    return {"completions": {"choices": [{"prompt_logprobs": [None, *positions]}]}}
+
+
+@in_one_test(
+    "changes",
+    [
+        *({"models": answer} for answer in ({}, {"data": []}, {"data": [{}]}, {"data": [3]}, None)),
+        {"models": {"data": [{"id": "x", "max_model_len": "long"}]}},
+        *({"tokenize": answer} for answer in ({}, {"tokens": None}, {"tokens": ["a"]})),
+        *({"completions": answer} for answer in ({}, {"choices": []}, {"choices": [None]})),
+        told({"5": {"logprob": -1.0}, "6": {"logprob": -2.0}}),
+        told(*[{"5": {"logprob": -1.0}}] * 3),
+        told(*[{"5": {"logprob": -1.0}, "6": None}] * 3),
+        *(told(*[{"5": {"logprob": -1.0}, "6": {"logprob": log}}] * 3) for log in (None, math.nan, 0.5)),
+        *(told(*[{"5": {"logprob": -1.0}, name: {"logprob": -2.0}}] * 3) for name in ("six", "-6")),
+    ],
+)
+def test_an_answer_of_another_form_is_refused_with_its_address(monkeypatch, changes):
+    served = ServedModel("http://there", 2)
+    monkeypatch.setattr(served, "_request", lambda path, body: answers()[path])
+    served.tokens("a")
+    assert served.predict(0, torch.arange(4), 1).logs.shape == (2, 2)
+    served = ServedModel("http://there", 2)
+    monkeypatch.setattr(served, "_request", lambda path, body: answers(**changes)[path])
+    with pytest.raises(DiffQuantError, match=r"http://there/.* has no answer of vLLM's form"):
+        served.tokens("a"), served.predict(0, torch.arange(4), 1)
+
+
+@in_one_test("address", ["http://[::1", "http://a b"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(DiffQuantError, match="http://"):
+        ServedModel(address, 2).tokens("a")
+
+
 def test_a_server_gets_the_key_that_serve_asks_for(reference, candidate, serve, monkeypatch):
     url = serve(candidate, key="secret")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)

@@ -182,6 +182,8 @@ def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_p
         ({"device_map": {"": "cpu", "model.layer.1": "cpu"}}, r"that the model does not have: model\.layer\.1$"),
         ({"device": "cpu", "device_map": "auto"}, "leave out device or device_map"),
         (folder, "give device_map='auto' too"),
+        ({"max_memory": {"cpu": "1GB"}}, "max_memory needs a device map: give device_map='auto' too"),
+        ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "cannot read max_memory {'cpu': 'much'}"),
         ({"packed": True, "device_map": "auto"}, "leave out packed"),
     ):
         with pytest.raises(UsageError, match=said):

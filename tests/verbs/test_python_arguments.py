@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 import diffquant
 from diffquant.errors import UsageError
-from diffquant.verbs.kinds import parse_numbers
+from diffquant.verbs.kinds import parse_numbers, parse_widths, read_task_options
+from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
 
@@ -29,6 +31,7 @@ def test_a_parameter_that_there_is_not_hears_of_the_nearest(tmp_path):
         ("run", {"prompt": "x", "threads": 100_000}, "threads must be 1024 or less, got 100000"),
         ("verify", {"model": "model", "tolerance": math.nan}, "tolerance must be 0 or more, got nan"),
         ("verify", {"model": "model", "tolerance": -1.0}, "tolerance must be 0 or more, got -1"),
+        ("generate", {"prompt": "x", "seed": 2**32}, "seed must be 4294967295 or less, got 4294967296"),
     ],
 )
 def test_a_number_beyond_its_bounds_is_refused_and_so_is_one_that_is_none(verb, arguments, message):
@@ -39,3 +42,46 @@ def test_a_number_beyond_its_bounds_is_refused_and_so_is_one_that_is_none(verb, 
 @in_one_test("given", [4, "4", [4]])
 def test_one_width_is_given_as_a_number_too(given):
     assert parse_numbers("bits", given) == (4,)
+
+
+@in_one_test(
+    ("verb", "arguments", "message"),
+    [
+        ("quantize", {"model": "model", "text": []}, r"text is \[\]; give at least one"),
+        ("quantize", {"model": "model", "text": ""}, "text is ''; it must be a path"),
+        ("calibrate", {"model": "model", "output": "out", "text": ()}, r"text is \(\); give at least one"),
+        ("generate", {"model": "model", "prompt": "x", "scales": ""}, "scales is ''; it must be a path"),
+        ("inspect", {"model": ""}, "model is ''; it must be a checkpoint folder"),
+        ("report", {"runs": []}, r"runs is \[\]; give at least one"),
+        ("outliers", {"models": []}, r"models is \[\]; give at least one"),
+        ("sweep", {"models": "model", "output": "out", "bits": ["8"]}, "bits is '8'; it must be a whole number"),
+        ("sweep", {"models": "model", "output": "out", "bits": [8.0]}, "bits is 8.0; it must be a whole number"),
+        ("evaluate", {"model": "model", "characters": 64.0}, "characters is 64.0; it must be a whole number"),
+        ("evaluate", {"model": "model", "trust_task": "no"}, "trust_task is 'no'; it must be True or False"),
+        ("evaluate", {"model": "model", "lengths": [64.0]}, "cannot read lengths '64.0'"),
+    ],
+)
+def test_what_would_not_be_read_as_given_is_refused(verb, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        getattr(diffquant, verb)(**arguments)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    given = {"tokens": np.int64(64), "window": np.int64(32)}
+    diffquant.quantize(model, tmp_path / "out", "4:g16", rounding="gptq", **given)
+    sizes = {"characters": np.int64(600), "window": np.int32(64), "stride": np.int64(32)}
+    for bits in (np.array([8])[0], 8):  # the second time nothing is measured
+        found = diffquant.sweep(model, tmp_path / "sweep", "perplexity", bits=[bits], **sizes)
+        assert not found.failed_cells
+    said = {diffquant.generate(model, "x", temperature=1.0, seed=seed, max_new_tokens=4) for seed in (np.int64(7), 7)}
+    assert len(said) == 1
+    options = read_task_options({"lengths": [np.int64(64)], "characters": np.int64(0)}, diffquant.sweep)
+    assert options == {"lengths": (64,), "characters": None}
+    assert parse_widths([np.int64(8), "4", "nvfp4"]) == (8, 4, "nvfp4")
+
+
+def test_the_number_in_the_example_of_evaluate_is_there(tmp_path):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    sizes = {"characters": 600, "window": 64, "stride": 32}
+    assert diffquant.evaluate(model, "perplexity", {"kv": 8}, **sizes)["perplexity"].details["perplexity"] > 1
