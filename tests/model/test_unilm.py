@@ -144,6 +144,15 @@ def test_angles_that_are_not_computed_are_refused(stated, message):
         adapter_for(BASE | {"model_type": "diff_v1", "rope_angles": stated} | stretched)
 
 
+@pytest.mark.parametrize("model_type", ["diff_v1", "diff_v2"])
+@pytest.mark.parametrize("key", ["lambda_init", "attention_multiplier", "residual_multiplier", "no_rope_layers"])
+def test_settings_of_other_architectures_are_refused_in_a_model_of_own_training(model_type, key):
+    own = BASE | {"model_type": model_type, "num_key_value_heads": 6}
+    adapter_for(own | {key: None})
+    with pytest.raises(CheckpointError, match=f"{key} is"):
+        adapter_for(own | {key: [1, 0] if key == "no_rope_layers" else 0.8})
+
+
 @in_one_test("kv_heads", [12, 4])
 def test_a_v1_checkpoint_without_norm_weights_has_ones(tmp_path, kv_heads):
     config = BASE | {"model_type": "diff_v1", "num_key_value_heads": kv_heads, "rms_norm_eps": 1e-5}

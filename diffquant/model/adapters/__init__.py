@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
-from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, refuse_windows, register
+from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, refuse_settings, refuse_windows, register
 from diffquant.model.adapters.sizes import check_rope_angles
 from diffquant.model.architecture import TransformerArchitecture
 from diffquant.support.names import import_all, option_name
@@ -48,7 +48,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     if model_type not in WITH_WINDOWS:
         refuse_windows(config)
     _refuse_kinds_of_layers(config)
-    _refuse_settings(config)
+    refuse_settings(config, _NEUTRAL)
     adapter = READERS[model_type](config)
     if isinstance(adapter.architecture, TransformerArchitecture):
         check_rope_angles(adapter.architecture)
@@ -68,15 +68,6 @@ def _refuse_kinds_of_layers(config: dict[str, Any]) -> None:
         raise CheckpointError(f"config.json: layer_types has {', '.join(others)}; only {_FULL} is supported")
     if config.get("per_layer_config"):
         raise CheckpointError("config.json: per_layer_config sets layers individually, which is not supported")
-
-
-def _refuse_settings(config: dict[str, Any]) -> None:
-    """Refuse settings that other runtimes apply to any model, such as attention that is not causal."""
-    stated = [f"{key} is {config[key]!r}" for key, neutral in _NEUTRAL.items() if config.get(key) not in neutral]
-    if stated:
-        raise CheckpointError(
-            f"config.json: {', '.join(stated)}, which is not supported; if the model does not use it, remove it"
-        )
 
 
 __all__ = ["READERS", "Adapter", "adapter_for", "register"]

@@ -125,6 +125,22 @@ def refuse_windows(config: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_settings(config: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse settings that would otherwise be ignored silently.
+
+    Args:
+        neutral: values without effect, by setting.
+
+    Raises:
+        CheckpointError: a setting has another value.
+    """
+    stated = [f"{key} is {config[key]!r}" for key, values in neutral.items() if config.get(key) not in values]
+    if stated:
+        raise CheckpointError(
+            f"config.json: {', '.join(stated)}, which is not supported; if the model does not use it, remove it"
+        )
+
+
 def count_pairs(heads: int, config_key: str) -> int:
     """Return the number of pairs for a number of heads; `config_key` is its key in config.json, for the message.
 

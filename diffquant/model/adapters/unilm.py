@@ -16,11 +16,18 @@ from typing import Any, Literal
 
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, count_pairs, register
+from diffquant.model.adapters.base import Adapter, count_pairs, refuse_settings, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes, v1_spec
 from diffquant.model.architecture import TransformerArchitecture
 
 _SUBLN_EPS = 1e-5
+# Settings of other code that somebody's own training may have, with the values that have no effect.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "lambda_init": (None,),
+    "attention_multiplier": (None,),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (None, 1)),
+    "no_rope_layers": (None, []),
+}
 
 
 @register("diff_v1")
@@ -29,6 +36,7 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
 
     Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py.
     """
+    refuse_settings(config, _NEUTRAL)
     sizes = read_sizes(config, DIFFLLAMA)
     sizes["rope_parameters"] = _rotary(config, sizes)
     source_heads = sizes["num_key_value_heads"]
@@ -50,6 +58,7 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
 
     Source: microsoft/unilm, Diff-Transformer/Diff-Transformer-V2.
     """
+    refuse_settings(config, _NEUTRAL)
     sizes = read_sizes(config, DIFFLLAMA)
     pairs = count_pairs(sizes["num_attention_heads"], "num_attention_heads")
     if config.get("head_dim") is None:
