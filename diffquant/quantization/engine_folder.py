@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.checkpoints.compressed_config import has_own_kv_cache_scheme
-from diffquant.errors import UnknownModelTypeError, UsageError
+from diffquant.errors import CheckpointError, UnknownModelTypeError, UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.model.architecture import TransformerArchitecture
 from diffquant.support.files import write_atomically
@@ -128,12 +128,18 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
 
     Returns:
         SHA-256 of each code file written, by file name. If no modelling file can run the model, none is written, and
-        files that have the name of one are deleted.
+        those of the source are deleted.
+
+    Raises:
+        CheckpointError: no modelling file can run the model, and the source has another file with the name of one.
     """
     file = find_modelling_file(config, adapter)
     if not file:
-        for name in MODELLING_FILES:
-            (folder / name).unlink(missing_ok=True)
+        for path in (folder / name for name in MODELLING_FILES if (folder / name).exists()):
+            # Other versions of ours begin with the same two lines.
+            if path.read_bytes().splitlines()[:2] != _source(path.name).encode().splitlines()[:2]:
+                raise CheckpointError(f"the source has {path.name}, a name that diffquant needs: rename that file")
+            path.unlink()
         return {}
     remove_code_files(folder)
     text = make_modelling_text(file, config["model_type"])
