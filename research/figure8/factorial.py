@@ -73,20 +73,29 @@ def bits_won(there: Mapping[str, Result], weights: Mapping[tuple[int, bool], flo
     ]
 
 
-def summary(there: Mapping[str, Result]) -> str:
-    """Everything in Markdown."""
-    if said := lacking(there, [run_name(cell, seed) for seed in SEEDS for cell in CELLS]):
-        return said
+def primary_comparisons(there: Mapping[str, Result]) -> dict[tuple[str, str], tuple[list[float], float]]:
+    """Bits won by seed and p after Holm, of each measure and effect."""
     found = {
         (measure, effect): bits_won(there, weights, cost)
         for measure, cost in PRIMARY_COSTS.items()
         for effect, weights in EFFECTS.items()
     }
     adjusted = holm([p_value(won) for won in found.values()])
-    words = ("wins", "loses")
+    return {at: (won, p) for (at, won), p in zip(found.items(), adjusted, strict=True)}
+
+
+def verdict(won: Sequence[float], p: float) -> str:
+    """Verdict of an effect whose p has been adjusted."""
+    return word(fmean(won), p, ("wins", "loses"))
+
+
+def summary(there: Mapping[str, Result]) -> str:
+    """Everything in Markdown."""
+    if said := lacking(there, [run_name(cell, seed) for seed in SEEDS for cell in CELLS]):
+        return said
     primary = [
-        [*at, " ".join(f"{value:+.2f}" for value in won), interval(won), f"{p:.2g}", word(fmean(won), p, words)]
-        for (at, won), p in zip(found.items(), adjusted, strict=True)
+        [*at, " ".join(f"{value:+.2f}" for value in won), interval(won), f"{p:.2g}", verdict(won, p)]
+        for at, (won, p) in primary_comparisons(there).items()
     ]
     sections = {
         "Primary: bits won, Holm over six": markdown(["", "", "by seed", "mean", "p, Holm", "verdict"], primary),
