@@ -6,7 +6,7 @@ Prints Markdown. Before all trainings of the four cells are there, it prints how
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated

@@ -304,9 +304,22 @@ def tokens(group: str) -> float:
     return float(THERE[f"{group}-transformer-seed-101"]["tokens"]) / 1e6
 
 
-def controls_of_sensitivity() -> str:
-    """E4: how many of its trainings are there, and what they say once all are."""
-    return factorial.summary(THERE).replace("## ", "#### ")
+FACTORIAL = factorial.primary_comparisons(THERE)
+
+
+def factorial_table() -> str:
+    """E4: bits won by the second map, by the norm and by both together beyond that."""
+    rows = [
+        [measure, effect, interval(mean_interval(won), 2, True), f"{p:.2g}", factorial.verdict(won, p)]
+        for (measure, effect), (won, p) in FACTORIAL.items()
+    ]
+    return table(["bits won by", "", "mean of 6 trainings", "p, Holm", "verdict"], rows)
+
+
+def effect_of(effect: str, measure: str) -> Difference:
+    """Bits that an effect of E4 wins, or a change between neighbouring cells."""
+    weights = {**factorial.EFFECTS, **factorial.NEIGHBOURS}[effect]
+    return mean_interval(factorial.bits_won(THERE, weights, factorial.PRIMARY_COSTS[measure]))
 
 
 # The retrieving models
