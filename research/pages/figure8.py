@@ -179,13 +179,23 @@ def schemes_table(kind: str) -> str:
     return table([f"{NAMES[kind]}, bits won", *(f"{bits} bits" for bits in shown_bits)], rows)
 
 
+# Measures like a neighbouring one, which `python -m research.figure8.analysis` prints.
+NOT_SHOWN = {
+    "logits in steps of 2",
+    "logits in steps of 4",
+    "queries and keys, 4:head",
+    "web, 4:row:shift",
+    "web, 4:row",
+}
+
+
 def parts_table() -> str:
     """What the loss is made of, over both kinds and three experiments."""
     heads = [f"{NAMES[kind]}, {group.upper()}" for group in SHOWN for kind in DIFF]
     rows = [
         [f"`{name}`", *(interval(won(kind, name, group), 2, not is_ratio(name)) for group in SHOWN for kind in DIFF)]
         for name in PARTS
-        if name not in ("logits in steps of 2", "logits in steps of 4", "web, 4:row")
+        if name not in NOT_SHOWN
     ]
     return table(["mean over trainings", *heads], rows)
 
@@ -308,12 +318,14 @@ FACTORIAL = factorial.primary_comparisons(THERE)
 
 
 def factorial_table() -> str:
-    """E4: bits won by the second map, by the norm and by both together beyond that."""
-    rows = [
-        [measure, effect, interval(mean_interval(won), 2, True), f"{p:.2g}", factorial.verdict(won, p)]
-        for (measure, effect), (won, p) in FACTORIAL.items()
-    ]
-    return table(["bits won by", "", "mean of 6 trainings", "p, Holm", "verdict"], rows)
+    """E4: bits won by the second map, by the norm, and by both together beyond that."""
+
+    def cell(measure: str, effect: str) -> str:
+        won, p = FACTORIAL[measure, effect]
+        return f"{interval(mean_interval(won), 2, True)}, p {p:.2g}: {factorial.verdict(won, p)}"
+
+    rows = [[measure, *(cell(measure, effect) for effect in factorial.EFFECTS)] for measure in factorial.PRIMARY_COSTS]
+    return table(["bits won by", *factorial.EFFECTS], rows)
 
 
 def effect_of(effect: str, measure: str) -> Difference:
