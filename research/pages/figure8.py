@@ -314,24 +314,18 @@ def tokens(group: str) -> float:
     return float(THERE[f"{group}-transformer-seed-101"]["tokens"]) / 1e6
 
 
-FACTORIAL = factorial.primary_comparisons(THERE)
-
-
 def factorial_table() -> str:
-    """E4: bits won by the second map, by the norm, and by both together beyond that."""
+    """E4: bits won by the second map, by the norm, and by both together beyond that, once all trainings are there."""
+    if said := factorial.missing(THERE):
+        return said
+    found = factorial.primary_comparisons(THERE)
 
     def cell(measure: str, effect: str) -> str:
-        won, p = FACTORIAL[measure, effect]
+        won, p = found[measure, effect]
         return f"{interval(mean_interval(won), 2, True)}, p {p:.2g}: {factorial.verdict(won, p)}"
 
     rows = [[measure, *(cell(measure, effect) for effect in factorial.EFFECTS)] for measure in factorial.PRIMARY_COSTS]
     return table(["bits won by", *factorial.EFFECTS], rows)
-
-
-def effect_of(effect: str, measure: str) -> Difference:
-    """Bits that an effect of E4 wins, or a change between neighbouring cells."""
-    weights = {**factorial.EFFECTS, **factorial.NEIGHBOURS}[effect]
-    return mean_interval(factorial.bits_won(THERE, weights, factorial.PRIMARY_COSTS[measure]))
 
 
 # The retrieving models
