@@ -381,3 +381,7 @@ EQUAL_RANGES_LOSE = all(won(kind, "primary", "equal ranges").high < 0 for kind i
 V2_EQUALS_IN_PERPLEXITY = abs(won("diff-v2", "perplexity").mean - 1) < 0.01
 E2_RANGE_WINS_V2 = won("diff-v2", "range", "e2").low > 0
 RETRIEVAL_DEPENDS_ON_SEED = losers("4:tensor") == ["DIFF V2", "Transformer"]
+# By measure, the verdicts on the second map, the norm and their interaction.
+EFFECTS = [factorial.verdict(won, p) for won, p in factorial.primary_comparisons(THERE).values()]
+NORM_LOSES_AT_EQUAL_STEPS = EFFECTS[:3] == ["undecided", "loses", "undecided"]
+BOTH_LOSE_AT_4_BITS = EFFECTS[3:] == ["loses", "loses", "undecided"]
