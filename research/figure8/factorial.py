@@ -89,14 +89,9 @@ def verdict(won: Sequence[float], p: float) -> str:
     return word(fmean(won), p, ("wins", "loses"))
 
 
-def missing(there: Mapping[str, Result]) -> str:
-    """How many trainings are there; nothing if all are."""
-    return lacking(there, [run_name(cell, seed) for seed in SEEDS for cell in CELLS])
-
-
 def summary(there: Mapping[str, Result]) -> str:
     """Everything in Markdown."""
-    if said := missing(there):
+    if said := lacking(there, [run_name(cell, seed) for seed in SEEDS for cell in CELLS]):
         return said
     primary = [
         [*at, " ".join(f"{value:+.2f}" for value in won), interval(won), f"{p:.2g}", verdict(won, p)]

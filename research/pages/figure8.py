@@ -184,6 +184,7 @@ NOT_SHOWN = {
     "logits in steps of 2",
     "logits in steps of 4",
     "queries and keys, 4:head",
+    "queries and keys, 4:row",
     "web, 4:row:shift",
     "web, 4:row",
 }
@@ -314,14 +315,29 @@ def tokens(group: str) -> float:
     return float(THERE[f"{group}-transformer-seed-101"]["tokens"]) / 1e6
 
 
+FACTORIAL = factorial.primary_comparisons(THERE)
+
+
+def part_of(effect: str, part: str) -> Difference:
+    """Bits that an effect of E4 wins by the range or by the sensitivity."""
+    cost = factorial.SECONDARY_COSTS[f"`{PRIMARY}`, from the {part}"]
+    return mean_interval(factorial.bits_won(THERE, factorial.EFFECTS[effect], cost))
+
+
+def seeds_on_two_processors() -> list[int]:
+    """Seeds of E4 whose trainings ran with different instructions."""
+    by_seed = {
+        seed: {tuple(THERE[factorial.run_name(cell, seed)]["environment"]["instructions"]) for cell in factorial.CELLS}
+        for seed in factorial.SEEDS
+    }
+    return [seed for seed, instructions in by_seed.items() if len(instructions) > 1]
+
+
 def factorial_table() -> str:
-    """E4: bits won by the second map, by the norm, and by both together beyond that, once all trainings are there."""
-    if said := factorial.missing(THERE):
-        return said
-    found = factorial.primary_comparisons(THERE)
+    """E4: bits won by the second map, by the norm, and by both together beyond that."""
 
     def cell(measure: str, effect: str) -> str:
-        won, p = found[measure, effect]
+        won, p = FACTORIAL[measure, effect]
         return f"{interval(mean_interval(won), 2, True)}, p {p:.2g}: {factorial.verdict(won, p)}"
 
     rows = [[measure, *(cell(measure, effect) for effect in factorial.EFFECTS)] for measure in factorial.PRIMARY_COSTS]
@@ -382,6 +398,10 @@ V2_EQUALS_IN_PERPLEXITY = abs(won("diff-v2", "perplexity").mean - 1) < 0.01
 E2_RANGE_WINS_V2 = won("diff-v2", "range", "e2").low > 0
 RETRIEVAL_DEPENDS_ON_SEED = losers("4:tensor") == ["DIFF V2", "Transformer"]
 # By measure, the verdicts on the second map, the norm and their interaction.
-EFFECTS = [factorial.verdict(won, p) for won, p in factorial.primary_comparisons(THERE).values()]
+EFFECTS = [factorial.verdict(won, p) for won, p in FACTORIAL.values()]
 NORM_LOSES_AT_EQUAL_STEPS = EFFECTS[:3] == ["undecided", "loses", "undecided"]
 BOTH_LOSE_AT_4_BITS = EFFECTS[3:] == ["loses", "loses", "undecided"]
+PARTS_READ_OTHERWISE = part_of("norm", "range").high < 0 and part_of("second map", "sensitivity").high < 0
+ONLY_V1_WITHOUT_NORM_HAS_TWICE_THE_RATE = [best_rate(kind, THERE) for kind in factorial.CELLS.values()] == [
+    8e-3 if kind == "diff-v1-no-norm" else 4e-3 for kind in factorial.CELLS.values()
+]
