@@ -35,7 +35,7 @@ from research.figure8.analysis import (
     won_by_steps,
 )
 from research.figure8.direction import along, place_of
-from research.figure8.plan import GRID, KINDS, OUTLIERS, best_rate, grid_name, results
+from research.figure8.plan import CELLS, GRID, KINDS, OUTLIERS, best_rate, grid_name, results
 from research.figure8.scoring import BITS, FORMATS, SCHEMES
 from research.pages import raw
 from research.pages.render import ends, fixed, interval, negative, signed, table
@@ -327,7 +327,7 @@ def part_of(effect: str, part: str) -> Difference:
 def seeds_on_two_processors() -> list[int]:
     """Seeds of E4 whose trainings ran with different instructions."""
     by_seed = {
-        seed: {tuple(THERE[factorial.run_name(cell, seed)]["environment"]["instructions"]) for cell in factorial.CELLS}
+        seed: {tuple(THERE[factorial.run_name(cell, seed)]["environment"]["instructions"]) for cell in CELLS}
         for seed in factorial.SEEDS
     }
     return [seed for seed, instructions in by_seed.items() if len(instructions) > 1]
@@ -402,6 +402,6 @@ EFFECTS = [factorial.verdict(won, p) for won, p in FACTORIAL.values()]
 NORM_LOSES_AT_EQUAL_STEPS = EFFECTS[:3] == ["undecided", "loses", "undecided"]
 BOTH_LOSE_AT_4_BITS = EFFECTS[3:] == ["loses", "loses", "undecided"]
 PARTS_READ_OTHERWISE = part_of("norm", "range").high < 0 and part_of("second map", "sensitivity").high < 0
-ONLY_V1_WITHOUT_NORM_HAS_TWICE_THE_RATE = [best_rate(kind, THERE) for kind in factorial.CELLS.values()] == [
-    8e-3 if kind == "diff-v1-no-norm" else 4e-3 for kind in factorial.CELLS.values()
+ONLY_V1_WITHOUT_NORM_HAS_TWICE_THE_RATE = [best_rate(kind, THERE) for kind in CELLS.values()] == [
+    8e-3 if kind == "diff-v1-no-norm" else 4e-3 for kind in CELLS.values()
 ]
