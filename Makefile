@@ -32,7 +32,7 @@ READERS := build/readers
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-all lint docs pages research-check walk dist audit plots gpu gpu-1 gpu-2 gpu-3 gpu-bench gpu-test figure8-gpu fuzz fuzz-today pairs sanitize soak clean
+.PHONY: demo test test-all lint docs pages research-check walk dist audit gpu gpu-1 gpu-2 gpu-3 gpu-bench gpu-test figure8-gpu fuzz fuzz-today pairs sanitize soak clean
 .PHONY: .fuzz-failures .fuzz-files .test-llama-cpp .test-oldest .test-ptx .test-quantizers .test-readers .test-serving .test-serving-models .test-share .test-thorough .test-triton .test-web .test-webgpu
 
 demo: $(VENV)/.demo
@@ -155,8 +155,8 @@ lint: $(VENV)/.ready
 	$(BIN)/lint-imports --no-logo
 	git ls-files '*.py' '*.md' '*.j2' ':!tests' | xargs $(BIN)/codespell
 
-# The pages of results, README's figures and recorded output, rendered from raw files. `python -m research.pages --check`
-# writes nothing and fails where a page differs, as CI does.
+# The pages of results, README's figures and recorded output, rendered from raw files; pictures of older ones are drawn again.
+# `python -m research.pages --check` writes nothing and fails where one differs, as CI does.
 pages: $(VENV)/.ready
 	$(BIN)/python -m research.pages
 
@@ -198,10 +198,6 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.ready
 	$(PIP) 'diffquant[docs]'
 	touch $@
-
-# Every plot among the results drawn again from the raw files beside it.
-plots: $(VENV)/.ready
-	$(BIN)/python -m research.studies.plots
 
 # On a machine with a CUDA device: what only it can show, as three calls of less than ten minutes on 16 cores, each of which can
 # be made alone (`make gpu-1`). They take the python at hand, which needs torch, triton and numpy, for tests pytest as well;

@@ -1,6 +1,6 @@
 """Redraw every plot among the results from the raw files beside it.
 
-    python -m research.studies.plots [FOLDER or PICTURE...]
+    python -m research.studies.plots [FOLDER or PICTURE...]     # all by default
 
 Each picture holds a digest of those files and of the code that draws, by which `is_stale` knows it without
 drawing. A plot that no program here draws is named, and the command fails: a picture without its numbers proves
@@ -9,7 +9,7 @@ nothing.
 
 import ast
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -85,10 +85,19 @@ def main(
     unknown = [picture for picture in pictures if picture.name not in drawings(picture.parent)]
     if unknown:
         raise UsageError(f"nothing here draws {', '.join(map(str, unknown))}; add it to research/studies/plots.py")
+    draw_again(pictures)
+
+
+def draw_again(pictures: Iterable[Path]) -> None:
+    """Draw pictures from the raw files beside them."""
     for picture in pictures:
-        drawing = drawings(picture.parent)[picture.name]
-        _draw(drawing, picture)
+        _draw(drawings(picture.parent)[picture.name], picture)
         typer.echo(f"drew {picture}")
+
+
+def stale_pictures() -> list[Path]:
+    """Pictures among the results that were drawn from other numbers, or by other code, than there are now."""
+    return [picture for folder in RESULTS for picture in sorted(folder.rglob("*.png")) if is_stale(picture)]
 
 
 def is_stale(picture: Path) -> bool:

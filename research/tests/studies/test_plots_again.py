@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from diffquant.errors import UsageError
-from research.studies.plots import RESULTS, ROOT, drawings, is_stale, main
+from research.studies.plots import RESULTS, ROOT, drawings, is_stale, main, stale_pictures
 
 PICTURES = sorted(picture for folder in RESULTS for picture in folder.rglob("*.png"))
 
@@ -20,10 +20,10 @@ def test_the_command_knows_every_committed_picture(picture):
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: str(picture.relative_to(ROOT)))
 def test_every_committed_picture_is_of_todays_numbers_and_code(picture):
-    assert not is_stale(picture), f"{picture} was drawn from other numbers or by other code: make plots"
+    assert not is_stale(picture), f"{picture} was drawn from other numbers or by other code: make pages"
 
 
-def test_a_picture_is_drawn_from_its_folders_raw_files(tmp_path, capsys):
+def test_a_picture_is_drawn_from_its_folders_raw_files(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "rounding"
     for name in ("rounding/prose-diff-v1.json.xz", "rounding/prose-diff-v1.png", "codebooks/prose-diff-v1.json.xz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -35,7 +35,8 @@ def test_a_picture_is_drawn_from_its_folders_raw_files(tmp_path, capsys):
     assert not is_stale(picture)
     drawings.cache_clear()
     raw_file.write_bytes(raw_file.read_bytes() + lzma.compress(b"\n"))
-    assert is_stale(picture)
+    monkeypatch.setattr("research.studies.plots.RESULTS", (tmp_path,))
+    assert stale_pictures() == [picture]
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
