@@ -36,7 +36,7 @@ from research.figure8.analysis import (
 )
 from research.figure8.direction import along, place_of
 from research.figure8.plan import CELLS, GRID, KINDS, OUTLIERS, best_rate, grid_name, results
-from research.figure8.scoring import BITS, FORMATS, SCHEMES
+from research.figure8.scoring import FORMATS, SCHEMES
 from research.pages import raw
 from research.pages.render import ends, fixed, interval, negative, signed, table
 
@@ -156,27 +156,27 @@ def leads() -> set[tuple[str, str]]:
     return {at for at, each in ALL.items() if fmean(each) > 0}
 
 
-SIX_LIKE_EIGHT = max(
-    abs(won(kind, scheme).mean - won(kind, scheme.replace("6:", "8:", 1)).mean)
+MORE_BITS_LIKE_FOUR = max(
+    abs(won(kind, scheme).mean - won(kind, f"4{scheme[1:]}").mean)
     for kind in DIFF
     for scheme in SCHEMES
-    if scheme.startswith("6:")
+    if scheme.startswith(("6:", "8:"))
 )
 
 
-def schemes_table(kind: str) -> str:
-    """Bits won under the schemes of 8, 4 and 3 bits; those that Holm's correction leaves are bold."""
-    shown_bits = [bits for bits in BITS if bits != 6]
-    shared = list(dict.fromkeys(scheme.partition(":")[2] for scheme in SCHEMES))
-    rows = []
-    for each in shared:
-        cells = [interval(won(kind, f"{bits}:{each}"), 2, True) for bits in shown_bits]
-        marked = [
-            f"**{cell}**" if (kind, f"{bits}:{each}") in REMAINING else cell
-            for bits, cell in zip(shown_bits, cells, strict=True)
-        ]
-        rows.append([f"`{each}`", *marked])
-    return table([f"{NAMES[kind]}, bits won", *(f"{bits} bits" for bits in shown_bits)], rows)
+def schemes_table() -> str:
+    """Bits won under the schemes of 4 and 3 bits; those that Holm's correction leaves are bold."""
+
+    def cell(kind: str, scheme: str) -> str:
+        shown = interval(won(kind, scheme), 2, True)
+        return f"**{shown}**" if (kind, scheme) in REMAINING else shown
+
+    columns = [(kind, bits) for kind in DIFF for bits in (4, 3)]
+    rows = [
+        [f"`{each}`", *(cell(kind, f"{bits}:{each}") for kind, bits in columns)]
+        for each in dict.fromkeys(scheme.partition(":")[2] for scheme in SCHEMES)
+    ]
+    return table(["bits won", *(f"{NAMES[kind]}, {bits} bits" for kind, bits in columns)], rows)
 
 
 # Measures like a neighbouring one, which `python -m research.figure8.analysis` prints.
