@@ -1,4 +1,4 @@
-"""The raw files, compared as protocol.md lays down.
+"""The raw files of E1 to E3, compared as protocol.md lays down.
 
     python -m research.figure8.analysis [FOLDER]
 
@@ -7,218 +7,46 @@ controls. Before a comparison has all its trainings, it has no interval and no v
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import typer
 
-from diffquant.errors import UsageError
-from diffquant.measure.stats import Difference, mean_interval
 from diffquant.reports.tables import markdown
-from diffquant.support.installation import CHANGED
-from research.figure8.direction import along, moved, place_of
-from research.figure8.plan import (
-    CHECKS,
-    EDGES,
-    EQUALIZED,
-    GRID,
-    KINDS,
-    OUTLIERS,
-    RESULTS,
-    Result,
-    best_rate,
-    grid_name,
-    results,
+from research.figure8.comparisons import (
+    CONTROLS,
+    DIFFS,
+    FAR,
+    LARGER,
+    LONGER,
+    MAIN,
+    OF_CONTROLS,
+    OF_SIZE,
+    ON_PURPOSE,
+    PARTS,
+    PRIMARY,
+    RATIOS,
+    SIX,
+    THREE,
+    Comparison,
+    Measure,
+    as_ratio,
+    bits_won,
+    break_even,
+    check_alike,
+    largest_logit_ratio,
+    perplexity_ratio,
+    won_at_ratio,
 )
+from research.figure8.deciding import DIFF_VERDICTS, holm, interval, p_value, section, shown, word
+from research.figure8.direction import along, moved, place_of
+from research.figure8.plan import CHECKS, EDGES, GRID, KINDS, RESULTS, Result, best_rate, grid_name, results
 from research.figure8.scoring import BITS, FORMATS, SCHEMES
-from research.studies.figure8_model import advantage, parts_won
 from research.studies.kv_decoded import LONG
 from research.studies.kv_results import TEXTS
-
-DIFFS = KINDS[1:]
-SIX, THREE = range(101, 107), range(101, 104)
-PRIMARY = "4:tensor"
-LEVEL = 0.05
-# What the trainings of a comparison have in common.
-_SAME: dict[str, Callable[[Result], Any]] = {
-    "arithmetic": lambda each: each["arithmetic"],
-    "size": lambda each: each["size"],
-    "steps": lambda each: each["steps"],
-    "training text": lambda each: each["training_text"]["sha256"],
-    "scored text": lambda each: each.get("books", {}).get("reading", {}).get("text"),
-}
-
-# Ratios of the ranges of logits, the Transformer's over the DIFF model's.
-RATIOS = (1, 2, 4, 8)
-# The paper's: largest attention logits of its Transformer and of its DIFF, arXiv 2410.05258, Table 5.
-PAPER_RATIO = 318.0 / 38.8
-
-Measure = Callable[[Result, Result], float]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One kind against another, seed by seed.
-
-    Attributes:
-        kind, base: kinds of the models, bits won by the first.
-        experiment: beginning of the runs' names.
-        seeds: seeds that the protocol asks for.
-    """
-
-    kind: str
-    base: str = "transformer"
-    experiment: str = "e1"
-    seeds: Sequence[int] = SIX
-
-    @property
-    def names(self) -> list[tuple[str, str]]:
-        """Names of each seed's two runs."""
-        return [
-            (f"{self.experiment}-{self.kind}-seed-{seed}", f"{self.experiment}-{self.base}-seed-{seed}")
-            for seed in self.seeds
-        ]
-
-    def is_complete(self, there: Mapping[str, Result]) -> bool:
-        """Whether every training is there, diverged or not."""
-        return all(name in there for pair in self.names for name in pair)
-
-    def values(self, there: Mapping[str, Result], measure: Measure) -> list[float]:
-        """A measure of every pair of trainings that is there; one that diverged has none.
-
-        Raises:
-            UsageError: the trainings may not be compared.
-        """
-        found = [(there[a], there[b]) for a, b in self.names if a in there and b in there]
-        check_alike([result for pair in found for result in pair])
-        return [measure(*pair) for pair in found if not any("diverged" in result for result in pair)]
-
-
-def check_alike(trainings: Sequence[Result], apart_from: Sequence[str] = ()) -> None:
-    """Check that trainings may be compared.
-
-    Args:
-        apart_from: what they may differ in, as `_SAME` names it.
-
-    Raises:
-        UsageError: their sources were not committed, or they differ in arithmetic, size, steps or text.
-    """
-    if changed := [each["run"] for each in trainings if (each["environment"]["commit"] or CHANGED).endswith(CHANGED)]:
-        raise UsageError(f"sources differed from their commit, so these are no results: {', '.join(changed)}")
-    for what, of in ((what, of) for what, of in _SAME.items() if what not in apart_from):
-        found = {of(each): each["run"] for each in trainings if of(each) is not None}
-        if len(found) > 1:
-            listed = ", ".join(f"{value} ({run})" for value, run in found.items())
-            raise UsageError(f"trainings that differ in {what} are not compared: {listed}")
-
-
-def bits_won(scheme: str, text: str = "books", among: str = "kl") -> Measure:
-    """Measure of a comparison: bits that the first model may do with less for the same KL, averaged over passages."""
-    return lambda diff, plain: advantage(fmean(diff[text][among][scheme]), fmean(plain[text][among][scheme]))
-
-
-def range_won(diff: Result, plain: Result) -> float:
-    """Bits that a smaller range wins at the primary scheme, as the simple model of `figure8_model` says."""
-    return parts_won(diff["books"], plain["books"], PRIMARY)[0]
-
-
-def sensitivity_won(diff: Result, plain: Result) -> float:
-    """Bits that a smaller sensitivity wins, likewise."""
-    return parts_won(diff["books"], plain["books"], PRIMARY)[1]
-
-
-def won_by_steps(step: int, wider: int) -> Measure:
-    """Measure the bits won where the first model's logits are rounded to one step and the other's to another."""
-    return lambda diff, plain: advantage(
-        fmean(diff["books"]["kl_of_steps"][str(step)]), fmean(plain["books"]["kl_of_steps"][str(wider)])
-    )
-
-
-def won_at_ratio(ratio: int) -> Measure:
-    """Measure the bits won if the Transformer's logits ranged `ratio` times as far as the DIFF model's, in every layer.
-
-    Args:
-        ratio: one of `RATIOS`.
-    """
-    return won_by_steps(1, ratio)
-
-
-def break_even(diff: Result, plain: Result) -> float:
-    """Find the ratio of ranges at which neither model wins bits, as its binary logarithm.
-
-    Bits won are taken as straight between the ratios that were measured, over their binary logarithms, and go on
-    straight beyond them.
-    """
-    won = [won_at_ratio(ratio)(diff, plain) for ratio in RATIOS]
-    # RATIOS double, so places in the list are binary logarithms.
-    before = next((place for place in range(len(won) - 1) if won[place + 1] >= 0), len(won) - 2)
-    return before - won[before] / (won[before + 1] - won[before])
-
-
-def perplexity_ratio(diff: Result, plain: Result) -> float:
-    """Perplexity on the held-out training text over the other model's."""
-    return math.exp(diff["validation"]["nll"] - plain["validation"]["nll"])
-
-
-def largest_logit_ratio(diff: Result, plain: Result) -> float:
-    """Largest logit, of both maps of all layers, over the other model's."""
-    top, other = (each["outliers"]["overall"]["logits"]["top"]["1"] for each in (diff, plain))
-    return float(top / other)
-
-
-# What is measured beside all schemes, and of controls.
-PARTS: dict[str, Measure] = {
-    "4:tensor, from the range": range_won,
-    "4:tensor, from the sensitivity": sensitivity_won,
-    **{f"logits in steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")},
-    **{f"queries and keys, {s}": bits_won(s, among="kl_of_qk") for s in ("4:tensor", "4:head", "4:row")},
-    **{f"web, {s}": bits_won(s, "web") for s in (PRIMARY, "4:row", "4:row:shift")},
-    "perplexity over the Transformer's": perplexity_ratio,
-}
-OF_CONTROLS: dict[str, Measure] = {
-    "bits won at `4:tensor`": bits_won(PRIMARY),
-    "range": range_won,
-    "sensitivity": sensitivity_won,
-    "perplexity": perplexity_ratio,
-}
-OF_SIZE = OF_CONTROLS | {"largest logit over the Transformer's": largest_logit_ratio}
-# Parameters of the models that a line through the sizes is read at: SmolLM2's, and the paper's.
-FAR = {"135 million": 135e6, "3 billion": 3e9}
-MAIN = [Comparison(kind) for kind in DIFFS]
-CONTROLS = [
-    *(Comparison(kind, seeds=THREE) for kind in ("half-heads", "gated")),
-    *(Comparison(kind + EQUALIZED, "transformer" + EQUALIZED, seeds=THREE) for kind in DIFFS),
-]
-LONGER = [Comparison(kind, experiment="e2", seeds=THREE) for kind in DIFFS]
-LARGER = [replace(comparison, experiment="e3") for comparison in LONGER]
-ON_PURPOSE = [Comparison(kind + OUTLIERS, "transformer" + OUTLIERS, seeds=THREE) for kind in DIFFS]
-
-
-def p_value(differences: Sequence[float]) -> float:
-    """Two-sided p of Student's t test that the mean is zero."""
-    from scipy.stats import ttest_1samp
-
-    return float(ttest_1samp(differences, 0.0).pvalue)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values adjusted by Holm's method, in the order they came.
-
-    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scand. J. Statistics 6 (1979).
-    """
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
-
-
-def verdict(mean: float, p: float) -> str:
-    """Verdict of a primary comparison whose p has been adjusted."""
-    return "undecided" if p >= LEVEL else "DIFF wins" if mean > 0 else "DIFF loses"
 
 
 def summary(there: Mapping[str, Result]) -> str:
@@ -239,7 +67,7 @@ def summary(there: Mapping[str, Result]) -> str:
         "Outliers by layer: top 1, 10 and median, means over seeds": _outliers_by_layer(there),
         "Outliers on purpose: bits won on books, three seeds": _on_purpose(there),
     }
-    return "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
+    return "\n\n".join(section(title, lines) for title, lines in sections.items())
 
 
 def _rates(there: Mapping[str, Result]) -> list[str]:
@@ -259,7 +87,7 @@ def _primary(there: Mapping[str, Result]) -> list[str]:
         lines = [f"{count} of 18 trainings are there: no interval and no verdict before all of them.", ""]
         return lines + markdown(["", "by seed"], [[c.kind, _signed(v)] for c, v in zip(MAIN, found, strict=True)])
     rows = [
-        [c.kind, str(len(values)), _signed(values), _interval(values), f"{p:.2g}", verdict(fmean(values), p)]
+        [c.kind, str(len(values)), _signed(values), interval(values), f"{p:.2g}", word(fmean(values), p, DIFF_VERDICTS)]
         for c, values, p in zip(MAIN, found, holm([p_value(values) for values in found]), strict=True)
     ]
     return markdown(["", "trainings", "by seed", "mean", "p, Holm", "verdict"], rows)
@@ -270,7 +98,7 @@ def _secondary(there: Mapping[str, Result]) -> list[str]:
         return ["Not before the primary ones."]
     found = {(s, c.kind): c.values(there, bits_won(s)) for s in SCHEMES for c in MAIN}
     adjusted = holm([p_value(values) for values in found.values()])
-    cells = {at: [_interval(v), f"{p:.2g}"] for (at, v), p in zip(found.items(), adjusted, strict=True)}
+    cells = {at: [interval(v), f"{p:.2g}"] for (at, v), p in zip(found.items(), adjusted, strict=True)}
     rows = [[f"`{s}`", *(text for kind in DIFFS for text in cells[s, kind])] for s in SCHEMES]
     return markdown(["scheme", *(head for kind in DIFFS for head in (f"{kind}, bits won", "p, Holm"))], rows)
 
@@ -289,12 +117,6 @@ def _ratios(there: Mapping[str, Result]) -> list[str]:
         row = [_over(there, c, won_at_ratio(ratio)) for ratio in RATIOS]
         rows.append([f"{c.kind} of {c.experiment}", *row, shown(as_ratio(level)).replace("+", "")])
     return markdown(["", *(f"r = {ratio}" for ratio in RATIOS), "break-even r"], rows)
-
-
-def as_ratio(logarithms: Sequence[float]) -> Difference:
-    """Turn binary logarithms of ratios into their geometric mean with Student's 95 % interval."""
-    mean = mean_interval(logarithms)
-    return Difference(2**mean.mean, 2**mean.low, 2**mean.high)
 
 
 def _arithmetic(there: Mapping[str, Result]) -> list[str]:
@@ -367,7 +189,7 @@ def _caches(there: Mapping[str, Result]) -> list[str]:
         for cache, row in found[0]["rows"].items():
             share = row["bytes_long"] / found[0]["bytes_long_at_16_bits"]
             of_texts = ([1000 * each["rows"][cache][text]["kl"] for each in found] for text in TEXTS)
-            rows.append([kind, f"`{cache}`", f"{share:.1%}", *map(_interval, of_texts)])
+            rows.append([kind, f"`{cache}`", f"{share:.1%}", *map(interval, of_texts)])
     return markdown(["", "keys, values", f"of 16 bits in {LONG:,} tokens", *TEXTS], rows)
 
 
@@ -428,7 +250,7 @@ def _are_complete(there: Mapping[str, Result]) -> bool:
 def _over(there: Mapping[str, Result], comparison: Comparison, measure: Measure) -> str:
     values, wanted = comparison.values(there, measure), len(comparison.seeds)
     is_complete = comparison.is_complete(there)
-    said = _interval(values) if is_complete and values else _signed(values)
+    said = interval(values) if is_complete and values else _signed(values)
     if len(values) == wanted:
         return said
     # Some are not there yet or, if the comparison is complete, diverged.
@@ -437,15 +259,6 @@ def _over(there: Mapping[str, Result], comparison: Comparison, measure: Measure)
 
 def _signed(values: Sequence[float]) -> str:
     return " ".join(f"{value:+.2f}" for value in values)
-
-
-def _interval(values: Sequence[float]) -> str:
-    return shown(mean_interval(values))
-
-
-def shown(mean: Difference) -> str:
-    """Write a mean with its interval."""
-    return f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"
 
 
 def main(

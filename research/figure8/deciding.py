@@ -1,15 +1,40 @@
-"""Primary comparisons of three trainings each, as tables: intervals, p after Holm, and a word for what was decided."""
+"""What comparisons decide: intervals, p after Holm, and a word for each, as tables."""
 
 from collections.abc import Mapping, Sequence
 
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.reports.tables import markdown
-from research.figure8.analysis import LEVEL, holm, p_value, shown
 from research.figure8.direction import moved
 from research.figure8.plan import Result
 
+LEVEL = 0.05
 # What an effect above zero and one below are called.
 Words = tuple[str, str]
+DIFF_VERDICTS: Words = ("DIFF wins", "DIFF loses")
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """Two-sided p of Student's t test that the mean is zero."""
+    from scipy.stats import ttest_1samp
+
+    return float(ttest_1samp(differences, 0.0).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values adjusted by Holm's method, in the order they came.
+
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scand. J. Statistics 6 (1979).
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def shown(mean: Difference) -> str:
+    """Write a mean with its interval."""
+    return f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"
 
 
 def lacking(

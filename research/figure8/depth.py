@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.reports.tables import markdown
-from research.figure8.analysis import (
+from research.figure8.comparisons import (
     DIFFS,
     MAIN,
     PRIMARY,

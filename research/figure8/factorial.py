@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from diffquant.reports.tables import markdown
-from research.figure8.analysis import PRIMARY, check_alike, holm, p_value
-from research.figure8.deciding import interval, lacking, section, word
+from research.figure8.comparisons import PRIMARY, check_alike
+from research.figure8.deciding import holm, interval, lacking, p_value, section, word
 from research.figure8.plan import CELLS, RESULTS, Result, results
 from research.figure8.scoring import BITS
 from research.studies.figure8_model import parts

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.reports.tables import markdown
-from research.figure8.analysis import DIFFS, SIX, THREE, Comparison, break_even, check_alike
+from research.figure8.comparisons import DIFFS, SIX, THREE, Comparison, break_even, check_alike
 from research.figure8.deciding import against_zero, decided, interval, lacking, section
 from research.figure8.plan import DECAYS, GRID, KINDS, NO_FIRST, RESULTS, SHIPPED, Result, grid_name, results
 

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from diffquant.reports.plots import REFERENCE, new_figure, series_style, style_axis
-from research.figure8.analysis import LONGER, MAIN, break_even
+from research.figure8.comparisons import LONGER, MAIN, break_even
 from research.figure8.growth import USUAL, at_step, r_by, scored
 from research.figure8.plan import TOKENS_PER_STEP, Result
 from research.figure8.plot import NAMES

@@ -5,7 +5,7 @@ from typing import Any
 
 from diffquant.measure.stats import mean_interval
 from diffquant.reports.plots import REFERENCE, new_figure, series_style, style_axis
-from research.figure8.analysis import LARGER, LONGER, MAIN, PAPER_RATIO, RATIOS, bits_won, won_at_ratio
+from research.figure8.comparisons import LARGER, LONGER, MAIN, PAPER_RATIO, RATIOS, bits_won, won_at_ratio
 from research.figure8.plan import Result
 from research.figure8.scoring import SHARED
 

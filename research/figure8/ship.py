@@ -22,7 +22,7 @@ import typer
 from diffquant.errors import OutputExistsError, UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically, write_json
-from research.figure8.analysis import PRIMARY
+from research.figure8.comparisons import PRIMARY
 from research.figure8.plan import RESULTS, SIZES, Result, Run, listed, results
 from research.figure8.run import BUILD
 from research.train.loop import LOG

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from diffquant.reports.tables import markdown
-from research.figure8.analysis import (
+from research.figure8.comparisons import (
     DIFFS,
     PRIMARY,
     Comparison,

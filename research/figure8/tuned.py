@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from diffquant.reports.tables import markdown
-from research.figure8.analysis import DIFFS, check_alike
-from research.figure8.deciding import against_zero, decided, interval, lacking, section
+from research.figure8.comparisons import DIFFS, check_alike
+from research.figure8.deciding import DIFF_VERDICTS, against_zero, decided, interval, lacking, section
 from research.figure8.plan import KINDS, RESULTS, SHIPPED, TUNED, Result, results
 from research.studies.figure8_model import costs
 
@@ -96,7 +96,7 @@ def summary(there: Mapping[str, Result]) -> str:
     if len(seeds) > 1 and all(found.values()):
         primary = decided(
             {f"{kind} over the Transformer": against_zero(values) for kind, values in found.items()},
-            ("DIFF wins", "DIFF loses"),
+            DIFF_VERDICTS,
         )
     else:
         primary = ["A cost is not above zero, or too many runs diverged: there are no bits won, only nats (below)."]

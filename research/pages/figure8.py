@@ -5,11 +5,10 @@ from statistics import fmean, stdev
 
 from diffquant.measure.stats import Difference, mean_interval
 from research.figure8 import factorial
-from research.figure8.analysis import (
+from research.figure8.comparisons import (
     CONTROLS,
     FAR,
     LARGER,
-    LEVEL,
     LONGER,
     MAIN,
     OF_SIZE,
@@ -25,15 +24,13 @@ from research.figure8.analysis import (
     as_ratio,
     bits_won,
     break_even,
-    holm,
-    p_value,
     perplexity_ratio,
     range_won,
     sensitivity_won,
-    verdict,
     won_at_ratio,
     won_by_steps,
 )
+from research.figure8.deciding import DIFF_VERDICTS, LEVEL, holm, p_value, word
 from research.figure8.direction import along, place_of
 from research.figure8.plan import CELLS, GRID, KINDS, OUTLIERS, best_rate, grid_name, results
 from research.figure8.scoring import FORMATS, SCHEMES
@@ -135,7 +132,7 @@ def ratios_table() -> str:
 
 
 P = dict(zip(DIFF, holm([p_value(values(kind)) for kind in DIFF]), strict=True))
-VERDICTS = {kind: verdict(won(kind).mean, P[kind]) for kind in DIFF}
+VERDICTS = {kind: word(won(kind).mean, P[kind], DIFF_VERDICTS) for kind in DIFF}
 
 
 def primary_table() -> str:

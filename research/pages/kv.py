@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from diffquant.measure.stats import Difference, mean_interval, paired_difference
-from research.figure8.analysis import THREE
+from research.figure8.comparisons import THREE
 from research.figure8.plan import KINDS, results
 from research.pages import raw
 from research.pages.render import fixed, interval, table

@@ -25,7 +25,7 @@ from PIL.PngImagePlugin import PngInfo
 from diffquant.calib.outlier_result import plot_outliers, read_outliers
 from diffquant.errors import UsageError
 from diffquant.support.files import list_matching_files, read_text_or_xz
-from research.figure8.analysis import LARGER, LONGER, MAIN
+from research.figure8.comparisons import LARGER, LONGER, MAIN
 from research.figure8.growth import USUAL
 from research.figure8.growth_plot import plot_growth
 from research.figure8.plan import RESULTS as TRAININGS
@@ -181,7 +181,7 @@ def _one(name: str, read: Callable[[Path], Any], draw: Callable[[Any, Path], obj
 
 def _of_trainings(file: Path) -> Iterator[tuple[str, Drawing]]:
     """The pictures of all trainings that are compared, which a file of one of them stands for."""
-    usual = ["plot", "analysis"]
+    usual = ["plot", "comparisons"]
     drawn = {
         "bits-won.png": (plot_bits_won, MAIN, usual),
         "bits-by-range.png": (plot_by_ratio, [*MAIN, *LONGER, *LARGER], usual),

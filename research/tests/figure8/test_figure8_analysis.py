@@ -8,8 +8,9 @@ from scipy.stats import ttest_1samp, ttest_ind
 
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
-from research.figure8 import analysis
-from research.figure8.analysis import MAIN, ON_PURPOSE, SIX, THREE, bits_won, check_alike, holm, p_value, summary
+from research.figure8.analysis import summary
+from research.figure8.comparisons import MAIN, ON_PURPOSE, SIX, THREE, bits_won, check_alike
+from research.figure8.deciding import holm, interval, p_value
 from research.figure8.direction import along, moved, place_of
 from research.figure8.plan import CELLS, EDGES, GRID, KINDS, SIZES, best_rate, grid_name, listed, rate_of, upcoming
 from research.figure8.scoring import FORMATS, OPERANDS, SCHEMES, STEPS
@@ -64,7 +65,7 @@ def test_bits_won_are_compared_over_trainings_as_scipy_does():
         oracle = ttest_1samp(BITS[comparison.kind], 0.0)
         assert p_value(values) == pytest.approx(oracle.pvalue)
         low, high = oracle.confidence_interval()
-        assert analysis._interval(values).endswith(f"[{low:+.2f}, {high:+.2f}]")
+        assert interval(values).endswith(f"[{low:+.2f}, {high:+.2f}]")
     text = summary(there)
     primary = text[text.index("## Primary") : text.index("## Secondary")]
     v1, v2 = primary.strip().splitlines()[-2:]

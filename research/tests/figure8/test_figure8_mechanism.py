@@ -9,7 +9,7 @@ from scipy.stats import linregress, t, ttest_1samp, ttest_ind
 
 from diffquant.errors import UsageError
 from research.figure8 import depth, growth, sixteen, tuned
-from research.figure8.analysis import DIFFS, SIX, THREE
+from research.figure8.comparisons import DIFFS, SIX, THREE
 from research.figure8.growth_plot import plot_growth
 from research.figure8.plan import GRID, KINDS, TUNED, listed
 from research.figure8.ranges import LENGTHS, marks

@@ -10,7 +10,7 @@ from scipy.interpolate import interp1d
 from scipy.optimize import brentq
 from scipy.stats import ttest_1samp
 
-from research.figure8.analysis import LARGER, LONGER, MAIN, RATIOS, as_ratio, break_even, won_at_ratio
+from research.figure8.comparisons import LARGER, LONGER, MAIN, RATIOS, as_ratio, break_even, won_at_ratio
 from research.figure8.plan import results
 
 FOLDER = Path(__file__).parents[2] / "figure8" / "results"
