@@ -1,6 +1,5 @@
 """Figures of the page on speed and memory: ONNX Runtime, served models, an H100, and what quantizing takes."""
 
-from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -76,12 +75,6 @@ def over(models: dict[str, Any], what: str, peer: str, model: str = SMOLLM2) -> 
     return float(models[model][EXPORT][f"{what}_median"] / models[model][peer][f"{what}_median"])
 
 
-def over_genai(prompts: str) -> float:
-    """The same of decoding several prompts at once beside onnxruntime-genai."""
-    ours, theirs = (median(XEON[SMOLLM2][row]["batches"][prompts]["decode"]) for row in (EXPORT, GENAI))
-    return ours / theirs
-
-
 def turns_differ() -> float:
     """Largest ratio between turns of one row on the Xeon."""
     return max(
@@ -136,184 +129,11 @@ def products_table() -> str:
     return table(["rows", "4:g32, VNNI", "8:g64, VNNI", "4:g32, AMX", "8:g64, AMX"], made)
 
 
-PRODUCTS_LEAD = all(
-    products("products-epyc.json", rows, scheme, "avx512vnni")[0] > 1
-    for rows in (1, 4, 16, 64, 128, 1024)
-    for scheme in ("4:g32", "8:g64")
-)
-
-
 def kernel_over_body(context: int, tokens: int, kv_bits: int) -> tuple[float, float]:
     """Least and largest ratio of the native attention kernel to the function body, in float32."""
     wanted = {"context": context, "tokens": tokens, "kv_bits": kv_bits, "dtype": "float32"}
     return ends(each["ratio"] for each in raw("native-op.json")["results"] if wanted.items() <= each.items())
 
-
-# Served models
-
-_SERVED = raw("serve-bench.json")
-_TURNS = {(e["model"], e["bits"], e["requests"], e["engine"]): e["values"] for e in _SERVED["rows"] if "values" in e}
-_ENGINES = {
-    "`diffquant serve`": "diffquant serve",
-    "`diffquant generate`": "diffquant generate",
-    "`generate_batch`": "transformers generate_batch",
-    "ONNX Runtime": "ONNX Runtime",
-}
-
-
-def served_table() -> str:
-    """Tokens per second with 1 and 32 requests."""
-    rows = [
-        [
-            f"{model}, {bits} bits, {requests}",
-            *(fixed(median(_TURNS[model, bits, requests, engine]), 0) for engine in _ENGINES.values()),
-        ]
-        for model in ("Transformer", "DIFF V2", "DIFF V1")
-        for bits in ("16", "4")
-        for requests in (1, 32)
-    ]
-    return table(["model, requests", *_ENGINES], rows)
-
-
-def served_over(other: str) -> tuple[float, float]:
-    """Served with 32 requests over another engine's batch, by paired turns: smallest and largest of models and bits."""
-    return ends(aim["measured"] for aim in _SERVED["aims"] if aim["what"].endswith(f"32 requests: served / {other}"))
-
-
-def served_gain() -> tuple[float, float]:
-    """Tokens per second with 32 requests over those with one."""
-    return ends(aim["measured"] for aim in _SERVED["aims"] if aim["what"].endswith("32 requests / 1"))
-
-
-SERVED_TURNS = max(max(values) / min(values) for values in _TURNS.values())
-_FOUND = raw("serving.json")["found"]
-TOKENS_ARE_EQUAL = all(each["tokens equal"] for each in _FOUND if each.get("tokens equal") is not None)
-_FURTHEST = [each for each in _FOUND if each.get("furthest") is not None and "cache" not in each]
-FURTHEST = max(each["furthest"] for each in _FURTHEST if each["source"] != "motif3")
-FURTHEST_OF_MOTIF3 = max(each["furthest"] for each in _FURTHEST if each["source"] == "motif3")
-SERVED_DATES = ends([each["date"] for each in _FOUND])
-SERVED_BY = raw("serving.json")["versions"]
-SERVED_KINDS = len({each["source"] for each in _FOUND if each["where"] == "plugin" and "refused" not in each})
-# Where the tests found something, as an engine and what of it was in use.
-_WHERE = {
-    "plugin": ("vLLM, plugin", ""),
-    "chunked": ("vLLM, plugin", "chunks and prefixes"),
-    "two ranks": ("vLLM, plugin", "two ranks"),
-    "pipeline": ("vLLM, plugin", "pipeline"),
-    "adapter": ("vLLM, plugin", "LoRA"),
-    "adapter on two ranks": ("vLLM, plugin", "LoRA on two ranks"),
-    "folder": ("vLLM, folder alone", ""),
-    "folder on two ranks": ("vLLM, folder alone", "two ranks"),
-    "transformers": ("transformers alone", ""),
-}
-
-
-def support_table() -> str:
-    """What works and what is refused, by engine and model; what is in neither was not tried."""
-    models: dict[tuple[str, str], dict[str, dict[str, bool]]] = {}
-    for each in _FOUND:
-        if each["where"] in _WHERE:
-            engine, use = _WHERE[each["where"]]
-            cells = models.setdefault((engine, each["source"]), {"weights": {}, "cache": {}, "activations": {}, "": {}})
-            what, said = next(
-                ((of, each[of]) for of in ("cache", "activations") if each.get(of, "16") != "16"),
-                ("weights", each["bits"]),
-            )
-            if what == "activations":
-                said = f"{said} with {each['bits']}"
-            cells["" if use else what][use or said] = "refused" not in each
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for (engine, source), cells in models.items():
-        rows.setdefault((engine, *map(_works, cells.values())), []).append(source)
-    heads = ["engine", "models", "weights", "cache", "activations", "also"]
-    return table(heads, sorted([engine, ", ".join(sources), *cells] for (engine, *cells), sources in rows.items()))
-
-
-def _works(found: dict[str, bool]) -> str:
-    """What works, then what is refused."""
-    parts = [[name for name, works in found.items() if works is wanted] for wanted in (True, False)]
-    return (
-        "; ".join(f"{said}{', '.join(names)}" for said, names in zip(("", "refused: "), parts, strict=True) if names)
-        or "–"
-    )
-
-
-_OVER_HTTP = raw("serving-hellaswag.json")
-SCORES_AGREE = (
-    _OVER_HTTP["lm_eval_acc"] == _OVER_HTTP["our_acc"] and _OVER_HTTP["lm_eval_acc_norm"] == _OVER_HTTP["our_acc_norm"]
-)
-OVER_HTTP_ITEMS = _OVER_HTTP["items"]
-
-# An H100
-
-_H100 = raw("h100/ratios.json")
-_GROUPS = {group["group"]: group for group in _H100["groups"]}
-_LONG, _OF_V2, _ROUNDED = "prefill V1, 16384 tokens", "prefill V2", "simulated logits"
-_DECODE, _PAGES = "decode V1, context 16K, batch 8, float16, CUDA graphs", "decode V1 from pages"
-_LINEAR = "linear 3072 -> 8192"
-_FUSED, _TWO, _CACHE = "DIFF, fused", "FlashDiffAttn_1, SDPA cuDNN", "DIFF, fused, 16-bit cache"
-H100 = {
-    "fused fp16 prefill of V1, 16K": (_LONG, _FUSED, _TWO, "two cuDNN calls"),
-    "the same, d = 64, 8K": ("prefill V1, d 64", _FUSED, _TWO, "two cuDNN calls"),
-    "fused prefill of V2, 8K": (_OF_V2, _FUSED, "FlashDiffAttn_1", "`flashdiff1`, one SDPA call"),
-    "simulated logits 8:row, 8K": (_ROUNDED, "DIFF, simulated logits 8:row", _FUSED, "fused fp16"),
-    "decoding from a 4-bit cache, 8 × 16K": (_DECODE, "DIFF, fused, 4-bit cache", _CACHE, "16-bit cache"),
-    "the same": (_DECODE, "DIFF, fused, 4-bit cache", "Transformer, SDPA flash", "the Transformer, FlashAttention-2"),
-    "decoding from 16-bit pages, 8 × 16K": (_PAGES, "16-bit pages", _CACHE, "16-bit cache"),
-    "4-bit linear layer, 1 token": (
-        f"{_LINEAR}, 1 token, float16, CUDA graphs",
-        "packed, 4 bits",
-        "dense",
-        "dense fp16",
-    ),
-    "4-bit linear layer, 16 tokens": (f"{_LINEAR}, 16 tokens", "packed, 4 bits", "dense", "dense fp16"),
-    "4-bit linear layer, 64 tokens": (f"{_LINEAR}, 64 tokens", "packed, 4 bits", "dense", "dense fp16"),
-}
-
-
-def group(begins: str) -> dict[str, Any]:
-    """The group with that name, or the first whose name begins so."""
-    return _GROUPS.get(begins) or next(entry for name, entry in _GROUPS.items() if name.startswith(begins))
-
-
-def milliseconds(of_group: str, path: str) -> float:
-    """Median over the runs of a path's medians."""
-    return median(cell["median"] for cells in group(of_group)["runs"] for cell in cells if cell["path"] == path)
-
-
-def times_as_fast(row: str) -> float:
-    """How many times as fast a row's path is as what it is compared with."""
-    of_group, path, other, _ = H100[row]
-    return milliseconds(of_group, other) / milliseconds(of_group, path)
-
-
-def h100_table() -> str:
-    """Ratios on the card."""
-    return table(["path", "against", "times as fast"], [[row, H100[row][3], fixed(times_as_fast(row))] for row in H100])
-
-
-V2_PREFILL_IS_SLOWER = times_as_fast("fused prefill of V2, 8K") < 1
-FEW_TOKENS_ONLY = times_as_fast("4-bit linear layer, 1 token") > 1 > times_as_fast("4-bit linear layer, 16 tokens")
-
-
-def peak_bytes(of_group: str, path: str) -> float:
-    """Peak memory of a path."""
-    return float(next(cell["peak_bytes"] for cell in group(of_group)["runs"][0] if cell["path"] == path))
-
-
-def rounding_error(path: str) -> float:
-    """Error of 8-bit attention on random tensors."""
-    runs = next(entry["runs"] for entry in _H100["groups"] if entry["group"].endswith(": 8 bits"))
-    return float(next(cell["error"] for run in runs for cell in run if cell["path"] == path and "error" in cell))
-
-
-_TESTED = [entry["tests"] for entry in raw("h100/tests.json")["runs"]]
-_LAST = {test: outcome for tests in _TESTED for test, (outcome, *_) in tests.items()}
-OUTCOMES = Counter(_LAST.values())
-OLDER_ONLY = len(_TESTED[0].keys() - _TESTED[1].keys())
-CALLS = raw("compiled-kernels.json")["compiled"]
-ON_PTX = [len(run["tests"]) for run in raw("ptx-runs.json")["runs"].values()]
-MEMORY_OF_4_BITS = milliseconds("attention state", "16-bit state") / milliseconds("attention state", "4-bit state")
 
 # Quantizing
 

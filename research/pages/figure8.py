@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from statistics import fmean, stdev
 
 from diffquant.measure.stats import Difference, mean_interval
-from research.figure8 import factorial
 from research.figure8.comparisons import (
     CONTROLS,
     FAR,
@@ -32,7 +31,7 @@ from research.figure8.comparisons import (
 )
 from research.figure8.deciding import DIFF_VERDICTS, LEVEL, holm, p_value, word
 from research.figure8.direction import along, place_of
-from research.figure8.plan import CELLS, GRID, KINDS, OUTLIERS, best_rate, grid_name, results
+from research.figure8.plan import GRID, KINDS, OUTLIERS, best_rate, grid_name, results
 from research.figure8.scoring import FORMATS, SCHEMES
 from research.pages import raw
 from research.pages.render import ends, fixed, interval, negative, signed, table
@@ -312,63 +311,6 @@ def tokens(group: str) -> float:
     return float(THERE[f"{group}-transformer-seed-101"]["tokens"]) / 1e6
 
 
-FACTORIAL = factorial.primary_comparisons(THERE)
-
-
-def part_of(effect: str, part: str) -> Difference:
-    """Bits that an effect of E4 wins by the range or by the sensitivity."""
-    cost = factorial.SECONDARY_COSTS[f"`{PRIMARY}`, from the {part}"]
-    return mean_interval(factorial.bits_won(THERE, factorial.EFFECTS[effect], cost))
-
-
-def seeds_on_two_processors() -> list[int]:
-    """Seeds of E4 whose trainings ran with different instructions."""
-    by_seed = {
-        seed: {tuple(THERE[factorial.run_name(cell, seed)]["environment"]["instructions"]) for cell in CELLS}
-        for seed in factorial.SEEDS
-    }
-    return [seed for seed, instructions in by_seed.items() if len(instructions) > 1]
-
-
-def factorial_table() -> str:
-    """E4: bits won by the second map, by the norm, and by both together beyond that."""
-
-    def cell(measure: str, effect: str) -> str:
-        won, p = FACTORIAL[measure, effect]
-        return f"{interval(mean_interval(won), 2, True)}, p {p:.2g}: {factorial.verdict(won, p)}"
-
-    rows = [[measure, *(cell(measure, effect) for effect in factorial.EFFECTS)] for measure in factorial.PRIMARY_COSTS]
-    return table(["bits won by", *factorial.EFFECTS], rows)
-
-
-# The retrieving models
-
-NEEDLES = {"Transformer": "needle-transformer", "DIFF V1": "needle-diff-v1", "DIFF V2": "needle-diff-v2"}
-
-
-def retrieved(seed: int, model: str, scheme: str) -> float:
-    """Share of 100 contexts with four numbers whose number a model names, of the seed that ships (0) or another."""
-    folder = "pocket-needle-seed-1" if seed else "pocket-needle"
-    score = raw.measured(folder, model, scheme, "needle:4:1").score
-    if score is None:
-        raise LookupError(f"{folder}: no score")
-    return score
-
-
-def retrieval_table() -> str:
-    """Both seeds side by side."""
-    rows = [
-        [f"`{scheme}`", *(fixed(retrieved(seed, model, scheme)) for model in NEEDLES.values() for seed in (0, 1))]
-        for scheme in ("16", "4:tensor", "4:row", "3:tensor", "3:row")
-    ]
-    return table(["logits", *(f"{name}, seed {seed}" for name in NEEDLES for seed in (0, 1))], rows)
-
-
-def losers(scheme: str) -> list[str]:
-    """Which model retrieves least, by seed."""
-    return [min(NEEDLES, key=lambda name: retrieved(seed, NEEDLES[name], scheme)) for seed in (0, 1)]
-
-
 # Statements of the page
 
 DIFF_LOSES = {*VERDICTS.values()} == {"DIFF loses"}
@@ -393,12 +335,3 @@ CONTROLS_SHOW_NOTHING = all(won(kind, "primary", "control").high > 0 for kind in
 EQUAL_RANGES_LOSE = all(won(kind, "primary", "equal ranges").high < 0 for kind in DIFF)
 V2_EQUALS_IN_PERPLEXITY = abs(won("diff-v2", "perplexity").mean - 1) < 0.01
 E2_RANGE_WINS_V2 = won("diff-v2", "range", "e2").low > 0
-RETRIEVAL_DEPENDS_ON_SEED = losers("4:tensor") == ["DIFF V2", "Transformer"]
-# By measure, the verdicts on the second map, the norm and their interaction.
-EFFECTS = [factorial.verdict(won, p) for won, p in FACTORIAL.values()]
-NORM_LOSES_AT_EQUAL_STEPS = EFFECTS[:3] == ["undecided", "loses", "undecided"]
-BOTH_LOSE_AT_4_BITS = EFFECTS[3:] == ["loses", "loses", "undecided"]
-PARTS_READ_OTHERWISE = part_of("norm", "range").high < 0 and part_of("second map", "sensitivity").high < 0
-ONLY_V1_WITHOUT_NORM_HAS_TWICE_THE_RATE = [best_rate(kind, THERE) for kind in CELLS.values()] == [
-    8e-3 if kind == "diff-v1-no-norm" else 4e-3 for kind in CELLS.values()
-]

@@ -22,15 +22,20 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODULES = (
     "figure8",
+    "mechanism",
+    "needles",
     "weights",
     "codebooks",
     "amounts",
     "leaders",
     "scaled",
+    "other_tools",
     "kv",
     "formats",
     "outliers",
     "engines",
+    "served",
+    "h100",
     "transcripts",
 )
 # Pages that are written by hand except for blocks between two comments, each rendered from a block of this template.
@@ -114,12 +119,13 @@ def modules() -> dict[str, ModuleType]:
     return {name: import_module(f"research.pages.{name}") for name in MODULES}
 
 
-def forget(page: str = "") -> None:
-    """Have the module of a page, or all modules, read raw files again."""
+def forget(template: str = "") -> None:
+    """Have the modules that a template names, or all modules, read raw files again."""
+    text = (HERE / template).read_text(encoding="utf-8") if template else ""
     for cached in (files.raw, files.sweep):
         cached.cache_clear()
     for name, module in modules().items():
-        if page in ("", name):
+        if not template or name in text:
             reload(module)
 
 

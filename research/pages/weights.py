@@ -1,4 +1,4 @@
-"""Figures of the page on rounding weights: methods at equal bits, other tools on DIFF models, and searched widths."""
+"""Figures of the page on rounding weights: methods at equal bits, searched widths, and rotations."""
 
 import math
 import re
@@ -8,7 +8,6 @@ from typing import Any
 from diffquant.measure.stats import Difference, mean_interval
 from research.pages.raw import raw
 from research.pages.render import interval, table
-from research.studies.other_tools import SHOWN, table_cells
 from research.studies.rotated import NARROW, ROTATED, change, compared, name_of
 from research.studies.rounding_repeats import ELSEWHERE, RULES, lead, spread, spread_cells
 from research.studies.rounding_tables import READERS, kl_less
@@ -203,37 +202,6 @@ def seeds_table() -> str:
 # Eight bits
 
 EIGHT = {model: raw(f"rounding/8-bits/{FILES[model]}.json")["results"] for model in TRAINED}
-
-
-# Other tools with DIFF models
-
-OTHERS = raw("other-tools.json")["rows"]
-_ROWS = {(each["tool"], each["model"]): each for each in OTHERS}
-TOOLS = list(dict.fromkeys(each["tool"] for each in OTHERS))
-_QUANTIZERS = [tool for tool in TOOLS if "Cache" not in tool and "onnx" not in tool]
-
-
-def _reached(tool: str, model: str) -> str | None:
-    reached: str | None = _ROWS[tool, model]["reached"]
-    return reached
-
-
-TAKE_DIFFLLAMA = all(_reached(tool, "Llama") == _reached(tool, "DiffLlama") for tool in _QUANTIZERS)
-TAKE_OUR_FOLDERS = all(
-    _reached(tool, "Llama") == _reached(tool, f"{kind} in our folder") for tool in _QUANTIZERS for kind in ("V1", "V2")
-)
-REFUSE_UNILM = {each["reached"] for (_, model), each in _ROWS.items() if "as unilm has it" in model} == {None}
-CACHES_WORK = {_reached(tool, "DiffLlama") for tool in TOOLS if "Cache" in tool} == {"quantized"}
-EXPORTER_WRITES = _reached("torch.onnx.export", "DiffLlama") == "written"
-NAMED_TAKE_DIFFLLAMA = all(
-    _reached(next(tool for tool in TOOLS if tool.startswith(name)), "DiffLlama") == "reopened"
-    for name in ("bitsandbytes", "torchao", "llm-compressor", "AutoRound")
-)
-
-
-def tools_table() -> str:
-    """What each tool reached with each model."""
-    return table(["tool", *SHOWN], [[tool, *table_cells(OTHERS, tool)] for tool in TOOLS])
 
 
 # Searched widths

@@ -221,14 +221,13 @@ def altered(tmp_path, monkeypatch, rendered):
         (tmp_path / file).write_text(json.dumps(data), encoding="utf-8")
         page = page_of(file)
         try:
-            render.forget(page.removesuffix(".md"))
+            render.forget(f"{page}.j2")
             return rendered[render.HERE / page], render.page_text(f"{page}.j2")
         except (DiffQuantError, LookupError, ArithmeticError, ValueError, TypeError, StopIteration):
             return rendered[render.HERE / page], None
         finally:
             (tmp_path / file).unlink()
             stored.write_bytes(kept)
-            render.forget(page.removesuffix(".md"))
 
     yield once
     monkeypatch.undo()
