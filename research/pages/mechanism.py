@@ -1,11 +1,11 @@
-"""Figures of E4 on the page on Figure 8: does the subtraction cost bits, or V1's norm?"""
+"""Figures of E4 and E7 on the page on Figure 8: what costs DIFF its bits, and whether training for it helps."""
 
 from diffquant.measure.stats import Difference, mean_interval
-from research.figure8 import factorial
+from research.figure8 import factorial, tuned
 from research.figure8.comparisons import PRIMARY
-from research.figure8.plan import CELLS, best_rate
+from research.figure8.plan import CELLS, KINDS, SHIPPED, best_rate
 from research.pages.figure8 import THERE
-from research.pages.render import interval, table
+from research.pages.render import ends, interval, table
 
 FACTORIAL = factorial.primary_comparisons(THERE)
 
@@ -34,6 +34,20 @@ def factorial_table() -> str:
 
     rows = [[measure, *(cell(measure, effect) for effect in factorial.EFFECTS)] for measure in factorial.PRIMARY_COSTS]
     return table(["bits won by", *factorial.EFFECTS], rows)
+
+
+def removed() -> tuple[float, float]:
+    """Smallest and largest share of a kind's cost at `4:tensor` that training for it removes, in E7's first look."""
+    costs = (
+        [tuned.cost(THERE, kind, arm, SHIPPED) for arm in (tuned.CONTROL, tuned.ROUNDED[PRIMARY])] for kind in KINDS
+    )
+    return ends(1 - after / before for before, after in costs)
+
+
+def still_needed(kind: str) -> float:
+    """Bits that a kind needs more than the Transformer once both are trained for `4:tensor`, in E7's first look."""
+    [won] = tuned.won(THERE, kind, tuned.ROUNDED[PRIMARY], [SHIPPED])
+    return -won
 
 
 # By measure, the verdicts on the second map, the norm and their interaction.
