@@ -143,7 +143,8 @@ class Recipe:
                 Attributes that have their own entries take precedence over both.
 
         Raises:
-            UsageError: a key is unknown (the message suggests the nearest), or a scheme is malformed.
+            UsageError: a key is unknown (the message suggests the nearest), a scheme is malformed, or there is a
+                residual without a quantized cache.
         """
         if "like" in entries:
             kernel = entries["like"]
@@ -162,7 +163,10 @@ class Recipe:
             entries = {"k": entries["kv"], "v": entries["kv"], **entries}
         schemes = {target: parse_target_scheme(target, entries[target]) for target in TARGETS if target in entries}
         rounding = RoundingSettings.parse(entries.get("rounding", NEAREST.name))
-        return cls(**schemes, residual=residual, overrides=parse_overrides(overrides), rounding=rounding)
+        recipe = cls(**schemes, residual=residual, overrides=parse_overrides(overrides), rounding=rounding)
+        if residual and not recipe.quantizes_any("k", "v"):
+            raise UsageError(f"residual {residual} keeps the newest tokens of a quantized cache: quantize kv, too")
+        return recipe
 
     @classmethod
     def read(cls, path: Path) -> "Recipe":

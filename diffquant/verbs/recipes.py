@@ -92,9 +92,6 @@ def recipe_from_options(
         if preset not in PRESETS:
             raise UsageError(f"unknown preset {preset!r}; choose from {', '.join(PRESETS)}")
         return {**PRESETS[preset], **kernel} if kernel else preset
-    if residual and not Recipe.parse({**kernel, **stated}).quantizes_any("k", "v"):
-        kept = option_name("residual", residual)
-        raise UsageError(f"{kept} keeps the newest tokens of a quantized cache; give {option_name('kv')}, too")
     return {**kernel, **stated} or None
 
 

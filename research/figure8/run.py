@@ -165,7 +165,9 @@ def check_fits(run: Run, record: Result, there: Mapping[str, Result]) -> None:
     """
     if texts := {each["training_text"]["sha256"] for each in there.values()} - {record["training_text"]["sha256"]}:
         raise UsageError(f"the raw files are of another text, of SHA-256 {texts.pop()}: give it, or another --output")
-    usual = {each["arithmetic"] for name, each in there.items() if not name.startswith(OTHER_ARITHMETIC)}
+    # A model that is only read was trained elsewhere.
+    trained = [each for name, each in there.items() if each["steps"] and not name.startswith(OTHER_ARITHMETIC)]
+    usual = {each["arithmetic"] for each in trained}
     if run.arithmetic == "bf16" and usual - {record["arithmetic"]}:
         raise UsageError(
             f"the raw files are of {usual.pop()}, and this processor would train in {record['arithmetic']}: use one "

@@ -87,6 +87,7 @@ def test_a_recipe_makes_the_round_trip_through_yaml(tmp_path):
         ("residual: many", "residual must be a number of tokens, got 'many'"),
         ("overrides: 4", "overrides must map name patterns to schemes, got 4"),
         ("residual: -1", "residual must be 0 or more tokens, got -1"),
+        ("residual: 64", "residual 64 keeps the newest tokens of a quantized cache: quantize kv, too"),
     ],
 )
 def test_a_malformed_recipe_file_is_refused_by_name(tmp_path, text, fault):

@@ -96,7 +96,7 @@ def test_a_recipe_is_read_from_a_file_and_nothing_else(tmp_path):
         "Recipe.of(weights='4:g32')",
         "Recipe.of(weights='4:g32', kv='8:row')",
         "Recipe.of(k='4:c64', v='8:row', logits='6:row:shift')",
-        "Recipe.of(weights='4:g32', residual=64, overrides={'*.mlp.*': '6:row'}, rounding='mse')",
+        "Recipe.of(weights='4:g32', kv='8:row', residual=64, overrides={'*.mlp.*': '6:row'}, rounding='mse')",
     ],
 )
 def test_a_recipe_is_shown_as_the_expression_that_makes_it(text):

@@ -198,14 +198,14 @@ def test_a_text_that_came_in_pieces_ends_its_line(name, monkeypatch):
         ({"recipe": 8, "preset": "int4"}, "recipe and preset both set the recipe"),
         ({"preset": "int5"}, f"unknown preset 'int5'; choose from {', '.join(PRESETS)}"),
         ({"overrides": ["q_proj"]}, "expected PATTERN=SCHEME"),
-        ({"weights": 4, "residual": 64}, "residual=64 keeps the newest tokens of a quantized cache; give kv, too"),
-        ({"kv": 16, "residual": 64, "overrides": ["*.mlp.*=8"]}, "residual=64 keeps the newest tokens"),
+        ({"weights": 4, "residual": 64}, "residual 64 keeps the newest tokens of a quantized cache: quantize kv, too"),
+        ({"kv": 16, "residual": 64, "overrides": ["*.mlp.*=8"]}, "residual 64 keeps the newest tokens"),
         ({"overrides": ["*.k=8", "*.v=8", "*.k=4"]}, r"overrides has '\*\.k' twice; keep one of each"),
     ],
 )
 def test_a_recipe_is_given_in_one_way(settings, message):
     with pytest.raises(UsageError, match=message):
-        recipe_from_options(**settings)
+        Recipe.parse(recipe_from_options(**settings))
 
 
 def test_a_recipe_is_what_its_settings_say_and_none_without_any():
