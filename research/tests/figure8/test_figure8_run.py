@@ -124,12 +124,21 @@ def test_so_is_one_whose_last_step_leaves_weights_that_are_no_numbers(books, tmp
 )
 def test_a_run_that_could_not_be_compared_is_refused_before_it_trains(changed, said, books, tmp_path, monkeypatch):
     digest = text.TrainingText(data.books_text(), tmp_path / "build").digest
-    usual = {"training_text": {"sha256": digest}, "arithmetic": "bf16" if is_supported() else "float32"}
+    usual = {"training_text": {"sha256": digest}, "arithmetic": "bf16" if is_supported() else "float32", "steps": 8}
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "e1-diff-v2-rate-4e-3.json").write_text(json.dumps(usual | changed))
     with pytest.raises(UsageError, match=said):
         made("diff-v1", books, tmp_path, monkeypatch)
     assert not (tmp_path / "build" / "e1-diff-v1-rate-4e-3").exists()
+
+
+def test_a_model_that_was_only_read_says_nothing_of_the_arithmetic_of_trainings():
+    planned = next(each for each in run.listed() if each.name == "e6-transformer-seed-113")
+    ours = {"training_text": {"sha256": "f00d"}, "arithmetic": "bf16", "steps": 1800}
+    read = ours | {"arithmetic": "float32", "steps": 0}
+    run.check_fits(planned, ours, {"e1-transformer-seed-101": ours, "e6-transformer-read-seed-101": read})
+    with pytest.raises(UsageError, match="are of float32"):
+        run.check_fits(planned, ours, {"e1-transformer-seed-101": ours | {"arithmetic": "float32"}})
 
 
 def test_held_out_windows_are_never_trained_on(books, tmp_path):
