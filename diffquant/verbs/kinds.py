@@ -294,8 +294,8 @@ def read_task_options(given: Mapping[str, object], verb: Callable[..., object]) 
     from diffquant.measure.tasks import task_options
 
     options = {option.name: option for option in task_options()}
-    for name in given.keys() - options.keys():
-        known = [*inspect.signature(verb).parameters, *options]
+    if unknown := given.keys() - options.keys():
+        name, known = min(unknown), [*inspect.signature(verb).parameters, *options]
         raise UsageError(f"no task has an option {name}{did_you_mean(name, known)}")
     return {name: _read(options[name], value) for name, value in given.items()}
 
