@@ -12,13 +12,13 @@ from diffquant.verbs.evaluate import evaluate as evaluate
 from diffquant.verbs.export import export as export
 from diffquant.verbs.fidelity import fidelity as fidelity
 from diffquant.verbs.generate import generate as generate
+from diffquant.verbs.generate import run as run
 from diffquant.verbs.inspect import inspect as inspect
 from diffquant.verbs.inspect import plan as plan
 from diffquant.verbs.installation import doctor as doctor
 from diffquant.verbs.outliers import outliers as outliers
 from diffquant.verbs.quantize import quantize as quantize
 from diffquant.verbs.report import report as report
-from diffquant.verbs.run import run as run
 from diffquant.verbs.search import search as search
 from diffquant.verbs.serve import serve as serve
 from diffquant.verbs.sweep import sweep as sweep
