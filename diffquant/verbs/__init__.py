@@ -8,6 +8,7 @@ from diffquant.verbs.calibrate import calibrate as calibrate
 from diffquant.verbs.compare import compare as compare
 from diffquant.verbs.convert import convert as convert
 from diffquant.verbs.demo import demo as demo
+from diffquant.verbs.doctor import doctor as doctor
 from diffquant.verbs.evaluate import evaluate as evaluate
 from diffquant.verbs.export import export as export
 from diffquant.verbs.fidelity import fidelity as fidelity
@@ -15,7 +16,6 @@ from diffquant.verbs.generate import generate as generate
 from diffquant.verbs.generate import run as run
 from diffquant.verbs.inspect import inspect as inspect
 from diffquant.verbs.inspect import plan as plan
-from diffquant.verbs.installation import doctor as doctor
 from diffquant.verbs.outliers import outliers as outliers
 from diffquant.verbs.quantize import quantize as quantize
 from diffquant.verbs.report import report as report
