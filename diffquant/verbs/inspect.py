@@ -11,7 +11,7 @@ from diffquant.verbs.arguments import check_arguments
 
 if TYPE_CHECKING:
     from diffquant.quantization.inspection import Inspection, WeightInspection
-    from diffquant.quantization.planning import MemoryPlan
+    from diffquant.quantization.memory import MemoryPlan
 
 
 @check_arguments
@@ -76,7 +76,7 @@ def plan(
     """
     wanted = None if recipe is None else Recipe.parse(recipe)
     from diffquant.checkpoints.source import open_source
-    from diffquant.quantization.planning import plan_memory
+    from diffquant.quantization.memory import plan_memory
     from diffquant.support.machine import available_memory
 
     source = open_source(model)
