@@ -13,7 +13,7 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-runpy.run_path("diffquant/support/links.py")["check_symbolic_links"](Path("diffquant"))
+runpy.run_path("diffquant/support/links.py")
 native = runpy.run_path("diffquant/onnx/native/build.py")
 NATIVE = "diffquant/onnx/native"
 

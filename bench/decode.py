@@ -58,8 +58,7 @@ def make_fused_peer(bits: int) -> Peer:
 
 
 def _held_call(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> CallWithState:
-    shared = call.k[0] is call.k[1]
-    k = [keys] * 2 if shared else list(keys.chunk(2, 1))
+    k = [keys] * 2 if call.shares_keys else list(keys.chunk(2, 1))
     return CallWithState(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, state=cache)
 
 
@@ -72,7 +71,7 @@ def join_key_heads(call: AttentionCall) -> Tensor:
 
     In V1 the keys of all first maps come before those of all second maps; in V2 both maps share their keys.
     """
-    return call.k[0] if call.k[0] is call.k[-1] else torch.cat(tuple(call.k), 1)
+    return call.k[0] if call.shares_keys else torch.cat(tuple(call.k), 1)
 
 
 def fill_store(call: AttentionCall, recipe: Recipe) -> Any:

@@ -88,7 +88,7 @@ def _padded_call(work: Workload, device: str) -> AttentionCall:
     call = make_differential_call(work, device)
     padding = (0, work.model.value_width - work.model.width)
     k = [pad(x, padding) for x in call.k]
-    return replace(call, q=[pad(x, padding) for x in call.q], k=[k[0]] * 2 if call.k[0] is call.k[1] else k)
+    return replace(call, q=[pad(x, padding) for x in call.q], k=[k[0]] * 2 if call.shares_keys else k)
 
 
 def only_cuda(call: AttentionCall) -> str | None:

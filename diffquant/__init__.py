@@ -14,15 +14,15 @@ folder that diffquant writes.
 """
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# Imported first: a clone without symbolic links lacks packages, and should say so before one is imported.
+import diffquant.support.links  # noqa: F401
 from diffquant.errors import DiffQuantError
 from diffquant.quantization.auto_classes import register_with_transformers
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.installation import __version__
-from diffquant.support.links import check_symbolic_links
 from diffquant.support.progress import show_waiting
 from diffquant.verbs import (
     bench,
@@ -100,8 +100,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-# A clone without symbolic links lacks packages, and should say so before one is imported.
-check_symbolic_links(Path(__file__).parent)
 register_with_transformers()
 # Since 1.29, ONNX Runtime sends telemetry unless this is set when it is first imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

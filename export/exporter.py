@@ -113,10 +113,10 @@ def write_export(
     Raises:
         DiffQuantError: the ranges are invalid, or writing fails; no partial folder is left.
     """
-    started, checked, options = time.monotonic(), plan.source, plan.options
+    started, source, options = time.monotonic(), plan.source, plan.options
     if isinstance(ranges, Path | str):
-        ranges = read_ranges(Path(ranges), checked)
-    scales = _cache_scales(checked, options, ranges)
+        ranges = read_ranges(Path(ranges), source)
+    scales = _cache_scales(source, options, ranges)
     decoder = plan.decoder(plan, scales)
     decoder.add_all_nodes()
     streamed = decoder.linears.streamed
@@ -124,14 +124,14 @@ def write_export(
     model = decoder.model(decoder.linears.with_views(initializers))
     key = {
         "verb": "export",
-        "source": checkpoint_key(checked.checkpoint),
+        "source": checkpoint_key(source.checkpoint),
         "options": options.to_dict(),
         "ranges": ranges.digest if ranges else None,
     } | versions()
     with stage_output(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
-        checked.checkpoint.write_side_files(folder)
-        _rewrite_tokenizer(checked, folder / "tokenizer.json")
+        source.checkpoint.write_side_files(folder)
+        _rewrite_tokenizer(source, folder / "tokenizer.json")
         layout = options.layout
         (folder / layout.model).parent.mkdir(exist_ok=True)
         write_data_file(folder / layout.data, streamed, progress)
@@ -142,9 +142,9 @@ def write_export(
         bytes_after = sum((folder / name).stat().st_size for name in (layout.model, layout.data))
     return OnnxReport(
         destination,
-        checked.checkpoint.stored_nbytes,
+        source.checkpoint.stored_nbytes,
         bytes_after,
-        checked.weight_count,
+        source.weight_count,
         time.monotonic() - started,
         0.0,
         plan.oldest_runtime,

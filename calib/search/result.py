@@ -163,7 +163,7 @@ _UNROUNDED = 16
 def group_by_kind(result: SearchResult) -> dict[tuple[str, str], list[Measurement]]:
     """Group the units of all layers by (kind, target), those with most KL per saved bit (narrowest width) first.
 
-    If parts of layers were measured, each layer's experts are also a group of their own, named after the layer.
+    If parts of layers were measured, each layer's experts are also a separate group, named after the layer.
     """
     kinds: dict[tuple[str, str], list[Measurement]] = {}
     for unit in [*result.measurements, *(result.parts or [])]:

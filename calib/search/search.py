@@ -201,12 +201,11 @@ class Search:
         return Sensitivity(model, encode_windows(model, self._tokenizer, self._text, self._window, tokens))
 
     def _costs(self, progress: Progress) -> dict[Unit, dict[Width, float]]:
-        missing = self.missing_measurements
-        sensitivity = self._sensitivity() if missing else None
-        for done, (unit, bits) in enumerate(missing):
-            if sensitivity is not None:
+        if missing := self.missing_measurements:
+            sensitivity = self._sensitivity()
+            for done, (unit, bits) in enumerate(missing):
                 self._record(_measurement_name(unit, bits), sensitivity.measure_cost(unit, bits))
-            progress(done + 1, len(missing), f"{unit.name} at {format_width(bits)}")
+                progress(done + 1, len(missing), f"{unit.name} at {format_width(bits)}")
         return {
             u: {bits: self.journal.get(_measurement_name(u, bits)) for bits in self.widths}
             for u in [*self.units, *self.parts]
@@ -255,7 +254,7 @@ class Search:
         compared = {"16 bits": Recipe()} | recipes
         prefix = f"held out {text_digest(self._held_out)} in windows of {_CHECK_WINDOW}"
         names = {name: f"{prefix}: {json.dumps(recipe.to_dict())}" for name, recipe in compared.items()}
-        missing = {name for name in compared if self.journal.get(names[name]) is None}
+        missing = [name for name in compared if self.journal.get(names[name]) is None]
         reference = None
         if missing:
             model = load(self.source, Recipe(), self._dtype, self._device)
@@ -263,7 +262,7 @@ class Search:
                 reference = compute_reference(
                     TorchModel(model, self._tokenizer), self._held_out, _CHECK_WINDOW, _CHECK_WINDOW
                 )
-        for done, name in enumerate(name for name in compared if name in missing):
+        for done, name in enumerate(missing):
             progress(done, len(missing), f"comparing {name}")
             model = load(self.source, compared[name], self._dtype, self._device)
             with OneDnnProducts():

@@ -167,7 +167,7 @@ def _largest(logits: Tensor, sharing: Granularity) -> Tensor:
 def _tile_magnitude(logits: Tensor, height: int, width: int) -> Tensor:
     """Compute the largest |logit| of each tile of `height` queries and `width` keys, repeated over the tile."""
     rows, columns = logits.shape[-2:]
-    padded = torch.nn.functional.pad(logits.abs(), (0, -columns % width, 0, -rows % height))
+    padded = pad(logits.abs(), (0, -columns % width, 0, -rows % height))
     tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
     spread: Tensor = tiles.amax((-1, -3), keepdim=True).expand_as(tiles).flatten(-4, -3).flatten(-2)
     return spread[..., :rows, :columns]

@@ -17,12 +17,12 @@ from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.recipe.targets import target_of
 from diffquant.support.names import first_few
 
-# The folder's format where its groups have several.
+# Format of a folder whose groups have different formats.
 _MIXED = "mixed-precision"
 
-# What engines read of a cache whose scales are stored beside the weights.
+# The `kv_cache_scheme` of a cache whose scales are stored with the weights.
 STATIC_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-# The version whose layout this is; from 0.17 on 6-bit codes are dense.
+# Version of compressed-tensors with this layout; 6-bit codes are dense from 0.17 on.
 _LAYOUT_VERSION = "0.20.0"
 NO_INPUTS: Mapping[str, Scheme] = MappingProxyType({})
 # Both names of the activation order, in which the inputs of a group are not neighbours.
@@ -54,10 +54,10 @@ def quantization_config(
     # transformers (5.24) unpacks experts by the first group whose targets have "experts", as in shared_experts.
     groups = dict(sorted(groups.items(), key=lambda group: not any(map(_EXPERT.search, group[1]))))
     plain = len(groups) == 1 and set(schemes) <= set(linears)
-    # A layout that other readers do not know is named where all of them look first, so that they refuse the folder.
+    # diffquant's own layouts are named in the entry that every reader checks first, so that others refuse the folder.
     own = [scheme.format.layout for scheme, _ in groups if not scheme.format.is_in_compressed_tensors]
     layouts = {scheme.format.layout for scheme, _ in groups} or {PACK_QUANTIZED}
-    # compressed-tensors takes integers beside rounded inputs for bytes, unless their group states its layout.
+    # With rounded inputs, compressed-tensors reads integers as int8 tensors unless their group states another layout.
     states_layouts = bool(own or inputs or len(layouts) > 1)
     return {
         "quant_method": "compressed-tensors",

@@ -34,8 +34,7 @@ from diffquant.recipe.scheme import Scheme
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
 # Suffixes of codes in an 8-bit dtype, and of the number by which all scales of a weight are divided.
 NATIVE, GLOBAL = ".weight", ".weight_global_scale"
-# The number by which block scales of rounded inputs are divided, stored where their format is nvfp4: 1, as no text is
-# read to choose it.
+# Divisor of the block scales of rounded inputs in nvfp4; it is always 1, since no calibration data is read for it.
 INPUT_GLOBAL = ".input_global_scale"
 
 

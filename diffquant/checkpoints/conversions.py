@@ -22,10 +22,14 @@ from diffquant.model.adapters import Adapter
 from diffquant.recipe.numbers.simulation import make_rotation_matrix
 from diffquant.support.names import option_name
 
+# The model_type that each conversion to another architecture reads, and the conversions that keep the model_type.
+_SOURCE_TYPES = {"diffllama": "diff_v1", "diff-v2": "llama"}
+ROTATED, SMOOTHED, SCALED = SAME_TYPE = ("rotated", "smoothed", "scaled")
+# Conversions that divide inputs of linear layers by factors, and what each is for.
+FACTORED = {SMOOTHED: "8-bit activations", SCALED: "4-bit weights"}
+
 # A source tensor's rows [rows, ...] -> the target's.
 Change = Callable[[Tensor], Tensor]
-
-
 # (name of a source tensor, or None if the target's tensor is zeros; for each target row the index of its source row, or
 # a float64 matrix [target rows, source rows] to multiply the source by, or a float64 factor of each row, or None if the
 # rows keep their order; function that then changes the rows, or None if they do not change)
@@ -267,10 +271,6 @@ def _scale(factor: Tensor) -> Change:
     return lambda rows: rows.double() * factor.double()
 
 
-_SOURCE_TYPES = {"diffllama": "diff_v1", "diff-v2": "llama"}
-ROTATED, SMOOTHED, SCALED = SAME_TYPE = ("rotated", "smoothed", "scaled")
-# What those are for that divide inputs by factors.
-FACTORED = {SMOOTHED: "8-bit activations", SCALED: "4-bit weights"}
 _CHANGES = {
     "diffllama": "heads are reordered, the per-pair norm's weight is folded into o_proj.",
     "diff-v2": "every query head appears twice, so that a pair's two maps start equal, λ is ½ everywhere and o_proj is "

@@ -50,7 +50,7 @@ def fetch_to_local_path(path: Path) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     model, revision = named["model"], named["revision"]
-    clear_line()  # the hub's client draws lines of its own
+    clear_line()  # the hub's client draws its own progress bars
     with _explain_errors(model, revision):
         return Path(snapshot_download(model, revision=revision, allow_patterns=_FETCHED, ignore_patterns=_LEFT))
 

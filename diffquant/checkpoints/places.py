@@ -41,8 +41,8 @@ class OffloadPlan:
                 folder or `max_memory` is given.
         """
         if device_map is None:
-            given = {"an offload folder": offload_folder, "max_memory": max_memory}
-            for what in (name for name, value in given.items() if value is not None):
+            if offload_folder is not None or max_memory is not None:
+                what = "max_memory" if offload_folder is None else "an offload folder"
                 raise UsageError(f"{what} needs a device map: give {option_name('device_map', 'auto')} too")
             return None
         if isinstance(device_map, str) and device_map != "auto":

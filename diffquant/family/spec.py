@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
 from diffquant.errors import CheckpointError
@@ -132,8 +131,8 @@ class DiffSpec:
         return 1 - self.lam_init(layer) if self.scale_by_init else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the specification as plain data, omitting fields that do not apply."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return the specification as plain data."""
+        return asdict(self)
 
 
 def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
@@ -173,6 +172,4 @@ def _matches_kind(kind: object, value: object) -> bool:
 
 
 def _kind_name(kind: object) -> str:
-    if kind is NoneType:
-        return "null"
     return kind.__name__ if isinstance(kind, type) else repr(kind)

@@ -112,7 +112,7 @@ class Cell:
     @property
     def weights_key(self) -> tuple[Path, str]:
         """The model's path and the recipe's weight schemes as text, which determine the weights to load."""
-        return self.point.model, Recipe().with_weights_of(self.point.recipe).to_yaml()
+        return self.point.model, weight_schemes_text(self.point.recipe)
 
     @cached_property
     def name(self) -> str:
@@ -159,6 +159,11 @@ class Cell:
             return str(parse_json(read_bytes(self.failure_path))["error"])
         except (OSError, ValueError, LookupError, TypeError):
             return None
+
+
+def weight_schemes_text(recipe: Recipe) -> str:
+    """Return a recipe's weight schemes as text; recipes with equal texts can share a loaded model."""
+    return Recipe().with_weights_of(recipe).to_yaml()
 
 
 def _put(path: Path, entry: JsonObject) -> None:

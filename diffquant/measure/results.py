@@ -292,7 +292,7 @@ def _interval(result: TaskResult) -> Difference | None:
 
 
 def _percent(share: Difference | None) -> Difference | None:
-    return Difference(100 * share.mean, 100 * share.low, 100 * share.high) if share else None
+    return share.times(100) if share else None
 
 
 def interval_fields(name: str, number: Difference | None, per: float = 1) -> JsonObject:

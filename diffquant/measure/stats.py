@@ -17,6 +17,10 @@ class Difference:
     low: float
     high: float
 
+    def times(self, factor: float) -> "Difference":
+        """Return the mean and the ends of the interval, each multiplied by a positive factor."""
+        return Difference(factor * self.mean, factor * self.low, factor * self.high)
+
     @property
     def plottable(self) -> "Difference":
         """The same mean with an interval that a plot can draw: an infinite interval becomes one of width zero."""

@@ -237,7 +237,7 @@ def write_descriptions(
     if isinstance(source, Source) and source.has_only_cache_scales:
         # Those scales are not copied.
         del config["quantization_config"]
-    # What its authors' layout is for runs their code and not ours.
+    # Programs that read this layout run the authors' code, so the folder gets no modelling file of diffquant's.
     adapter = source.adapter if isinstance(source, Source) and not plan.has_motif3_layout else None
     if adapter is not None:
         config = config_for_engines(config, adapter)
@@ -261,15 +261,15 @@ def write_descriptions(
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
-    account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
-    write_atomically(folder / "diffquant.json", json.dumps(account, indent=2) + "\n")
+    record = _make_record(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
+    write_atomically(folder / "diffquant.json", json.dumps(record, indent=2) + "\n")
     is_differential = isinstance(source, Source) and source.spec.maps > 1
     card = quantized_card(plan, errors, "".join(code), replaced, is_differential, left_out)
     write_atomically(folder / "README.md", card)
     return describe_removed_code([*left_out, *replaced], folder)
 
 
-def _account(
+def _make_record(
     plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]], errors: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the content of diffquant.json: sizes, errors and digests per tensor and file, which `verify` can check."""

@@ -30,7 +30,7 @@ from diffquant.recipe.scheme import Scheme
 from diffquant.support.progress import Progress
 
 _TOKENS, _WINDOW, _BATCH_TOKENS = 4096, 512, 2048
-# Tokens of the text on which strengths are compared; largest magnitudes are of all tokens.
+# Number of tokens on which strengths are compared; the largest magnitudes are those of all tokens.
 _COMPARED = 512
 
 
@@ -128,7 +128,7 @@ def _powers_of_two(of_inputs: Tensor, of_weights: Tensor, strength: float, of_we
     exponent = strength * of_inputs.log2() - of_weight * of_weights.log2()
     used = (of_inputs > 0) & (of_weights > 0)
     middle = exponent[used].median() if used.any() else 0.0
-    # Within this range no weight of a half type becomes zero or infinite that was of usual size.
+    # Within this range no float16 or bfloat16 weight of ordinary size becomes zero or infinite.
     return torch.where(used, (exponent - middle).round().clamp(-6, 6), 0.0).exp2()
 
 

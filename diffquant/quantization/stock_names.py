@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
 
-# More layers or experts than any model has whose tensors are fewer.
+# Numbers of layers or experts up to this are always accepted; larger ones only if there are as many tensors.
 _MANY = 1000
 
 
@@ -41,7 +41,7 @@ def add_stock_names(plan: QuantizationPlan) -> QuantizationPlan:
     Args:
         plan: a plan whose weights were chosen by name.
     """
-    # Settings that no model of these tensors has could make building it endless.
+    # With a false number of layers or experts in config.json, building the model could take forever.
     if any(count > max(len(plan.tensors), _MANY) for count in _counts(plan.checkpoint.config)):
         return plan
     loader = _make_loader(plan.checkpoint, {_last_part(each.name) for tensor in plan.packed for each in tensor.outputs})

@@ -8,7 +8,7 @@ from typing import Any
 from diffquant.errors import UsageError
 from diffquant.support.names import did_you_mean
 
-# What a rounding that compensates may be told, and the choices; the first is what it does by itself.
+# Options of roundings that compensate errors, with their choices, the default first.
 ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("model", "layer"), "order": ("stored", "activation")}
 
 

@@ -12,7 +12,7 @@ from diffquant.model.architecture import Architecture, TransformerArchitecture
 from diffquant.model.blocks import CachedShapes
 from diffquant.support.names import did_you_mean, option_name
 
-# What `cache` may be beside a name of vLLM's: the recipe's own, or none of it.
+# Values of `cache` besides vLLM's names: the format in the recipe, and the model's dtype.
 RECIPE, AUTO = "recipe", "auto"
 # vLLM's format that stores what compressed-tensors' scheme of a cache describes.
 _STATIC = "fp8_e4m3"

@@ -1,7 +1,6 @@
 """Plans how to start vLLM's server for a folder: model, dtype, context, cache, and what it does not support."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +39,7 @@ from diffquant.serving.cache import (
     override_cache_scheme,
     plan_capacity,
 )
-from diffquant.serving.server import Implementation, ServerPlan
+from diffquant.serving.server import Implementation, ServerPlan, server_environment
 from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
 from diffquant.support.names import first_few, option_name
 
@@ -145,7 +144,7 @@ def plan_server(
         check_no_foreign_code(checkpoint.path, config, adapter)
         command += ["--model-impl", "transformers", "--trust-remote-code"]
     shown = f"[{host}]" if ":" in host else host
-    return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, cache, notes)
+    return ServerPlan(command, server_environment(implementation), f"http://{shown}:{port}/v1", name, cache, notes)
 
 
 def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, implementation: Implementation) -> None:
@@ -273,19 +272,6 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
         return None
     require_vllm_support(checkpoint.config, adapter)
     return adapter
-
-
-def _environment(implementation: Implementation) -> dict[str, str]:
-    """Return the server's environment variables: no telemetry or download, no thread binding, the plugin or none."""
-    chosen = os.environ.get("VLLM_PLUGINS")
-    # `python -m` imports from the current folder first, which may be the model's.
-    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if implementation == "folder":
-        environment["VLLM_PLUGINS"] = "none"
-    elif chosen is not None and "diffquant" not in chosen.split(","):
-        environment["VLLM_PLUGINS"] = f"{chosen},diffquant"
-    return environment
 
 
 def _notes(config: Mapping[str, Any], cache: str, on_cpu: bool) -> list[str]:

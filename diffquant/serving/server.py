@@ -56,6 +56,19 @@ class ServerPlan:
         return f"curl {self.url}/completions -H 'Content-Type: application/json' -d {quote(asked)}"
 
 
+def server_environment(implementation: Implementation) -> dict[str, str]:
+    """Return the server's environment variables: no telemetry or download, no thread binding, the plugin or none."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    # `python -m` imports from the current folder first, which may be the model's.
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if implementation == "folder":
+        environment["VLLM_PLUGINS"] = "none"
+    elif chosen is not None and "diffquant" not in chosen.split(","):
+        environment["VLLM_PLUGINS"] = f"{chosen},diffquant"
+    return environment
+
+
 def run_server(plan: ServerPlan, on_ready: Callable[[], None]) -> None:
     """Run a planned server until it is interrupted.
 
@@ -140,7 +153,7 @@ def _terminate(server: "subprocess.Popen[bytes]") -> None:
         server.terminate()
         with suppress(subprocess.TimeoutExpired):
             server.wait(_PATIENCE)
-    # Its engine is a process of its own, which may outlive it or not hear of the signal while it starts.
+    # vLLM's engine is a separate process, which may outlive the server, or miss the signal while it starts.
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()

@@ -1,4 +1,4 @@
-"""Chooses devices and their dtypes, measures how fast they compute, and logs from compiled code."""
+"""Chooses devices and their dtypes, measures how fast they compute, and logs messages once."""
 
 import logging
 import time

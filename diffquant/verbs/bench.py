@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, split_texts
+from diffquant.verbs.arguments import check_arguments, split_texts
 from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from diffquant.recipe.rounding import to_calibration_paths
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, split_texts, to_paths
+from diffquant.verbs.arguments import check_arguments, split_texts, to_paths
 from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:

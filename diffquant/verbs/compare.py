@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from diffquant.support.files import find_file_or_xz
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.arguments import check_arguments
 
 if TYPE_CHECKING:
     from diffquant.measure.sweep.compare import ComparisonReport

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, to_paths
+from diffquant.verbs.arguments import check_arguments, to_paths
 from diffquant.verbs.notes import check_push, push_folder
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from pathlib import Path
 from diffquant.errors import OutputExistsError
 from diffquant.support.names import option_name
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.arguments import check_arguments
 from diffquant.verbs.notes import print_output
 
 _NEXT = """\

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, read_task_options, split_texts, to_path, to_paths
+from diffquant.verbs.arguments import check_arguments, read_task_options, split_texts, to_path, to_paths
 from diffquant.verbs.notes import choose_device
 
 if TYPE_CHECKING:

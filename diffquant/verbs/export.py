@@ -13,7 +13,7 @@ from diffquant.recipe.scheme import Scheme as ParsedScheme
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, to_path
+from diffquant.verbs.arguments import check_arguments, to_path
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 Bits = Annotated[int, kinds.Kind(int, "BITS")]
 Format = Annotated[str, kinds.Kind(Literal["onnx", "gguf"])]
-_FORMATS = ("onnx", "gguf")
-# Options that a GGUF file has no place for.
-_OF_ONNX = ("kv", "scales", "logits", "cache", "portable", "accuracy_level", "genai_device", "web")
+# Options of ONNX exports, which a GGUF file cannot store.
+_ONLY_ONNX = ("kv", "scales", "logits", "cache", "portable", "accuracy_level", "genai_device", "web")
 
 
 @check_arguments
@@ -99,7 +98,7 @@ def export(
     options = ExportOptions.parse(
         str(weights),
         str(logits),
-        kv_bits=(_own_bits(source) if cache and not web else 16) if kv is None else _cache_bits(kv),
+        kv_bits=(_recorded_bits(source) if cache and not web else 16) if kv is None else _cache_bits(kv),
         dtype=dtype or "float32",
         embed_bits=embed,
         cache=cache,
@@ -129,12 +128,12 @@ def _export_gguf(to: str, given: Mapping[str, Any]) -> "GgufReport":
         given: the verb's arguments.
 
     Raises:
-        UsageError: the format is unknown, or has no place for some option.
+        UsageError: the format is unknown, or a GGUF file cannot store some option.
     """
-    if to not in _FORMATS:
-        raise UsageError(f"unknown format {to!r}{did_you_mean(to, list(_FORMATS))}")
-    usual = inspect.signature(export).parameters
-    others = [option_name(name) for name in _OF_ONNX if str(given[name]) != str(usual[name].default)]
+    if to != "gguf":
+        raise UsageError(f"unknown format {to!r}{did_you_mean(to, ['onnx', 'gguf'])}")
+    parameters = inspect.signature(export).parameters
+    others = [option_name(name) for name in _ONLY_ONNX if str(given[name]) != str(parameters[name].default)]
     if others:
         raise UsageError(
             f"{', '.join(others)}: a GGUF file cannot store this; leave it out with {option_name('to', to)}"
@@ -159,14 +158,14 @@ def _export_gguf(to: str, given: Mapping[str, Any]) -> "GgufReport":
     return report
 
 
-def _own_bits(source: "Source") -> int:
-    """Return the bits of an exported model's cache under the checkpoint's recipe, and print a note if they differ."""
+def _recorded_bits(source: "Source") -> int:
+    """Return the bits at which the checkpoint's cache is exported, 16 if no kernel supports them; print a note."""
     k, v = source.recipe.k, source.recipe.v
     if not (k.quantizes or v.quantizes):
         return 16
     schemes = f"k {k}, v {v}"
-    differ = source.recipe.schemes_of("k") | source.recipe.schemes_of("v") > {k, v}
-    if differ or k.format.name != v.format.name or k.format.name not in ("8", "4"):
+    differs_by_layer = source.recipe.schemes_of("k") | source.recipe.schemes_of("v") > {k, v}
+    if differs_by_layer or k.format.name != v.format.name or k.format.name not in ("8", "4"):
         say(f"note: no kernel of ONNX Runtime supports the checkpoint's cache ({schemes}): it is exported at 16 bits")
         return 16
     say(f"note: the cache is exported at {k.bits}:static, calibrated per channel, not at the checkpoint's {schemes}")

@@ -10,7 +10,7 @@ from diffquant.support.names import option_name
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds, notes
-from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.arguments import check_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from diffquant.measure.fidelity.sides import ComparedModel
 
 CONTEXT = 512
-# What is read of a text unless somebody says otherwise.
+# Number of characters of a text that are read by default.
 CHARACTERS = 65536
 
 
@@ -99,14 +99,13 @@ def fidelity(
             f"{option_name('card', True)} needs a candidate that is a local folder, whose model card it changes"
         )
     from diffquant.measure.fidelity import save_base_file as write_base
-    from diffquant.measure.fidelity.base_file import MAGIC
     from diffquant.measure.fidelity.result import FILES, write_fidelity, write_to_card
     from diffquant.support.files import check_writable
     from diffquant.support.outputs import check_output_file
 
     shown, base = progress or progress_for("fidelity"), None if save_base is None else Path(save_base)
     if base is not None:
-        check_output_file(base, is_own=_begins_with(base, MAGIC))
+        check_output_file(base, is_own=_is_base_file(base))
     elif output is not None:
         FILES.check(Path(output))
     if card:
@@ -143,25 +142,28 @@ def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, 
 
 
 def _open(place: str, top_k: int, dtype: str, device: str) -> "ComparedModel":
-    from diffquant.measure.fidelity.base_file import MAGIC, BaseFile
+    from diffquant.measure.fidelity.base_file import BaseFile
     from diffquant.measure.fidelity.sides import ServedModel
 
     if place.startswith(_SERVERS):
         return ServedModel(place, top_k)
-    if _begins_with(Path(place), MAGIC):
+    if _is_base_file(Path(place)):
         return BaseFile(Path(place))
     return _model(Path(place), dtype, device)
 
 
-def _begins_with(file: Path, magic: bytes) -> bool:
+def _is_base_file(file: Path) -> bool:
+    """Return whether a file has log-probabilities in llama.cpp's format."""
+    from diffquant.measure.fidelity.base_file import MAGIC
+
     if not file.is_file():
         return False
     with file.open("rb") as stream:
-        return stream.read(len(magic)) == magic
+        return stream.read(len(MAGIC)) == MAGIC
 
 
 def _model(path: Path, dtype: str, device: str) -> "ComparedModel":
-    """Return a checkpoint or an exported folder, open."""
+    """Open a checkpoint or an exported folder."""
     from diffquant.checkpoints.source import open_source
     from diffquant.measure.fidelity.sides import LocalModel
     from diffquant.measure.torch_model import TorchModel
@@ -187,7 +189,11 @@ def _model(path: Path, dtype: str, device: str) -> "ComparedModel":
 def _chunks(
     sides: "list[ComparedModel]", text: Path | str | None, characters: int, context: int | None
 ) -> "tuple[Tensor, JsonObject]":
-    """Return the tokens to read, in chunks, and a description; the arguments are see `fidelity`."""
+    """Cut the text into chunks of token ids [N, n], and describe it as plain data.
+
+    Args:
+        text, characters, context: as in `fidelity`.
+    """
     from diffquant.checkpoints.texts import load_text, text_digest
     from diffquant.measure.fidelity import cut_chunks
     from diffquant.measure.fidelity.base_file import count_scored_positions

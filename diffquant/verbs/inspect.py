@@ -7,11 +7,11 @@ from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.recipe import Recipe
 from diffquant.support.names import option_name
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.arguments import check_arguments
 
 if TYPE_CHECKING:
     from diffquant.quantization.inspection import Inspection, WeightInspection
-    from diffquant.quantization.planning import MemoryPlan
+    from diffquant.quantization.memory import MemoryPlan
 
 
 @check_arguments
@@ -43,7 +43,7 @@ def inspect(model: kinds.PathModel) -> "Inspection | WeightInspection":
 
 Memory = Annotated[str | int, kinds.Kind(str, "SIZE")]
 _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_LEAST = 1000
+_LEAST_BYTES = 1000
 
 
 @check_arguments
@@ -76,18 +76,18 @@ def plan(
     """
     wanted = None if recipe is None else Recipe.parse(recipe)
     from diffquant.checkpoints.source import open_source
-    from diffquant.quantization.planning import plan_memory
+    from diffquant.quantization.memory import plan_memory
     from diffquant.support.machine import available_memory
 
     source = open_source(model)
-    there = available_memory() if memory is None else _bytes(memory)
+    available = available_memory() if memory is None else _parse_size(memory)
     where = "free on this machine" if memory is None else "as given"
     length = context or source.architecture.max_position_embeddings
-    return plan_memory(source, wanted, length, batch, there, where)
+    return plan_memory(source, wanted, length, batch, available, where)
 
 
-def _bytes(memory: str | int) -> int:
-    """Parse a size such as 24G, 512MB or a number of bytes.
+def _parse_size(memory: str | int) -> int:
+    """Return the number of bytes of a size such as 24G, 512MB or 2000000000.
 
     Raises:
         UsageError: the text is not a size.
@@ -98,7 +98,7 @@ def _bytes(memory: str | int) -> int:
         size = int(float(number) * factor)
     except (ValueError, OverflowError):
         size = 0
-    # A bare number is meant to be of gigabytes, and would be of bytes.
-    if size < _LEAST:
+    # A number without a unit would be bytes, but the user probably means gigabytes.
+    if size < _LEAST_BYTES:
         raise UsageError(f"{option_name('memory')} takes a size such as 24G, not {memory!r}")
     return size

@@ -15,7 +15,7 @@ from diffquant.recipe.rounding import NEAREST, to_calibration_paths
 from diffquant.support.names import did_you_mean, option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, to_path, to_paths
+from diffquant.verbs.arguments import check_arguments, to_path, to_paths
 from diffquant.verbs.notes import check_push, note_if_transformer, push_folder, say
 from diffquant.verbs.recipes import choose_gptq_if_small, choose_supported_rounding, shrink_groups, update_rounding
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 AnyModel = Annotated["Path | str | Source | WeightSource | CausalModel", kinds.MODEL]
 DEFAULT_RECIPE = "int4"
-# What each effort rounds by.
+# The rounding that each effort stands for.
 EFFORTS = {"fast": "mse", "balanced": "gptq", "best": "tuned"}
 Effort = Annotated[str, kinds.Kind(Literal["fast", "balanced", "best"])]
 Rounding = Annotated[str | Mapping[str, Any], kinds.Kind(str, "NAME")]
@@ -111,9 +111,9 @@ def quantize(
         KeyboardInterrupt: interrupted; finished files are kept, and the message says how to resume.
     """
     wanted = Recipe.parse(DEFAULT_RECIPE if recipe is None else recipe)
-    # Weights at 16 bits, where someone asks for them, make a plain folder of one that another library packed.
+    # Weights at 16 bits, if given, unpack a checkpoint that another library packed.
     asks_for_weights = isinstance(recipe, Mapping) and "weights" in recipe
-    rounding = _chosen_rule(rounding, effort)
+    rounding = _choose_rule(rounding, effort)
     reads = {
         "text": to_calibration_paths(to_paths(text or ())),
         "tokens": tokens,
@@ -122,11 +122,10 @@ def quantize(
         "seed": seed,
         "imatrix": to_path(imatrix),
     }
-    # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
-    is_whole = is_recipe_file(recipe) or isinstance(recipe, Recipe)
-    says_all = is_whole or (isinstance(recipe, Mapping) and "rounding" in recipe)
-    is_open = rounding is None and not says_all
-    wanted = replace(wanted, rounding=update_rounding(wanted.rounding, "mse" if is_open else rounding, reads))
+    # A file or a `Recipe` without a rounding means nearest, so its results do not depend on the version of diffquant.
+    is_complete = is_recipe_file(recipe) or isinstance(recipe, Recipe)
+    has_rule = rounding is not None or is_complete or (isinstance(recipe, Mapping) and "rounding" in recipe)
+    wanted = replace(wanted, rounding=update_rounding(wanted.rounding, rounding if has_rule else "mse", reads))
     if is_loaded(model):
         on_disk = (output, *reads.values(), weight_rules, dtype, to, push, on_plan)
         if any(given is not None for given in on_disk) or weights_only or keep or overwrite:
@@ -138,7 +137,7 @@ def quantize(
         from diffquant.quantization.loading import quantize_model
 
         return quantize_model(
-            model, choose_supported_rounding(make_memory_source(model), wanted) if is_open else wanted
+            model, wanted if has_rule else choose_supported_rounding(make_memory_source(model), wanted)
         )
     needless = [option_name(name) for name, value in reads.items() if value is not None]
     if needless and not _quantizes_weights(wanted):
@@ -158,9 +157,9 @@ def quantize(
     note_if_transformer(source)
     if recipe is None or (isinstance(recipe, str) and recipe in PRESETS):
         wanted = shrink_groups(source, wanted)
-    if is_open:
+    if not has_rule:
         wanted = choose_supported_rounding(source, choose_gptq_if_small(source, wanted) if recipe is None else wanted)
-    _note_what_is_missing(source, wanted, asks_for_weights, is_open)
+    _note_what_is_missing(source, wanted, asks_for_weights, has_rule)
     shown = progress or progress_for("quantize")
 
     def tell(plan: "QuantizationPlan") -> None:
@@ -221,7 +220,7 @@ def is_loaded(model: object) -> "TypeGuard[CausalModel]":
     return isinstance(model, CausalModel)
 
 
-def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | None:
+def _choose_rule(rounding: Rounding | None, effort: str | None) -> Rounding | None:
     """Return the rule that `rounding` or `effort` names."""
     if effort is None:
         return rounding
@@ -237,9 +236,14 @@ def _quantizes_weights(recipe: Recipe) -> bool:
 
 
 def _note_what_is_missing(
-    source: "Source | WeightSource", recipe: Recipe, asks_for_weights: bool, is_rule_open: bool
+    source: "Source | WeightSource", recipe: Recipe, asks_for_weights: bool, has_rule: bool
 ) -> None:
-    """Print a note if no weight is quantized, a better rule was not asked for, or the folder will have no tokenizer."""
+    """Print a note if no weight is quantized, if a more accurate rule was not chosen, or if there is no tokenizer.
+
+    Args:
+        asks_for_weights: whether the user gave a scheme of the weights.
+        has_rule: whether the user chose the rounding rule.
+    """
     from diffquant.checkpoints.tokenizer import has_tokenizer
 
     if not _quantizes_weights(recipe) and not source.packed and not asks_for_weights:
@@ -247,7 +251,7 @@ def _note_what_is_missing(
             f"note: no weight is quantized, because the recipe has none: add {option_name('weights', '4:g32')}; its "
             "cache and logits apply only when diffquant runs the folder"
         )
-    elif is_rule_open and recipe.rounding.name == "mse" and not source.packed and has_tokenizer(source.path):
+    elif not has_rule and recipe.rounding.name == "mse" and not source.packed and has_tokenizer(source.path):
         say(f"note: rounding by mse; {option_name('effort', 'balanced')} is more accurate and reads a text")
     if not has_tokenizer(source.path):
         say(

@@ -12,7 +12,7 @@ from diffquant.reports.tables import Link, Table
 from diffquant.support.files import find_file_or_xz, write_atomically
 from diffquant.support.outputs import check_output_file
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, to_path, to_paths
+from diffquant.verbs.arguments import check_arguments, to_path, to_paths
 
 Runs = Annotated[
     kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "RUNS", is_positional=True, is_repeatable=True)

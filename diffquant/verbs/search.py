@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from diffquant.recipe.rounding import to_calibration_paths
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, parse_widths, split_texts, to_path, to_paths
+from diffquant.verbs.arguments import check_arguments, parse_widths, split_texts, to_path, to_paths
 from diffquant.verbs.notes import choose_device, say_files_written
 
 if TYPE_CHECKING:

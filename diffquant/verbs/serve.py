@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.arguments import check_arguments
 from diffquant.verbs.notes import print_output, say
 
 Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]

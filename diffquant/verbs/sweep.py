@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments, parse_numbers, read_task_options, split_texts, to_path, to_paths
+from diffquant.verbs.arguments import check_arguments, parse_bits, read_task_options, split_texts, to_path, to_paths
 from diffquant.verbs.notes import choose_device, say, say_files_written
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def sweep(
 
     options = SweepOptions(
         tasks=split_texts(tasks),
-        bits=parse_numbers("bits", bits),
+        bits=parse_bits(bits),
         targets=split_texts(targets),
         granularities=split_texts(granularities),
         recipes=to_paths(recipes),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs import kinds
-from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.arguments import check_arguments
 
 if TYPE_CHECKING:
     from diffquant.onnx.verification.report import Verification

@@ -148,7 +148,7 @@ def add_experts(decoder: Decoder, x: str, prefix: str, block: ExpertsBlock) -> s
     inputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip(given, kinds, strict=True)]
     outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in zip((goes_on, total), kinds[1:], strict=True)]
     body = helper.make_graph(nodes, f"{prefix}.expert", inputs, outputs)
-    routed = decoder.graph.to_activation_type(graph.add("Loop", count, always, nothing, body=body))
+    routed = graph.to_activation_type(graph.add("Loop", count, always, nothing, body=body))
     by_token = graph.add("Reshape", routed, graph.add("Shape", x))
     return graph.add("Add", by_token, add_poly_mlp(decoder, x, f"{prefix}.shared_experts", block.shared))
 
@@ -158,7 +158,7 @@ def _route(decoder: Decoder, tokens: str, prefix: str, block: ExpertsBlock) -> t
     graph, plan = decoder.graph, decoder.plan
     name = f"{prefix}.router.gate.weight"
     weight = graph.constant(name, plan.read_small_matrix(name).T.contiguous().numpy())
-    scores = graph.add("Sigmoid", graph.add("MatMul", decoder.graph.to_float32(tokens), weight))
+    scores = graph.add("Sigmoid", graph.add("MatMul", graph.to_float32(tokens), weight))
     favoured = scores
     if block.biased:
         bias = graph.constant(f"{prefix}.expert_bias", plan.read_vector(f"{prefix}.expert_bias").numpy())
@@ -196,12 +196,12 @@ def _with_expert(
     up_matrix, down_matrix = (
         decoder.plan.matrices[f"{prefix}.experts.{name}"] for name in ("gate_up_proj", "down_proj")
     )
-    both = decoder.graph.to_float32(add_expert_product(decoder.linears, own, up_matrix, block.experts, number))
-    gate, up = decoder.graph.split(both, [block.inner, block.inner])
+    both = graph.to_float32(add_expert_product(decoder.linears, own, up_matrix, block.experts, number))
+    gate, up = graph.split(both, [block.inner, block.inner])
     weight, bias = (graph.add("Gather", name, number) for name in parameters)
     active = EMITTED["poly_norm"](graph, gate, {"weight": weight, "bias": bias})
     product = graph.to_activation_type(graph.add("Clip", graph.add("Mul", active, up), *_bounds(decoder, poly)))
     y = add_expert_product(decoder.linears, scale_by(decoder, product, poly.scale), down_matrix, block.experts, number)
     column = graph.int64("second_axis", (1,))
-    shared = graph.add("Mul", decoder.graph.to_float32(y), graph.add("Unsqueeze", share, column))
+    shared = graph.add("Mul", graph.to_float32(y), graph.add("Unsqueeze", share, column))
     return graph.add("ScatterND", total, graph.add("Unsqueeze", rows, column), shared, reduction="add")

@@ -210,7 +210,7 @@ def add_latent_attention(decoder: Decoder, x: str, prefix: str, block: LatentAtt
     graph, layer, spec = decoder.graph, block.layer, block.spec
     of_query, kept = decoder.add_linears(x, [f"{prefix}.wq_a", f"{prefix}.wkv_a"])
     query_latent = add_norm(decoder, of_query, f"{prefix}.q_norm", RMSNormBlock(0, block.eps))
-    raw, turning = decoder.graph.split(kept, [block.latent, block.rope])
+    raw, turning = graph.split(kept, [block.latent, block.rope])
     latent = add_norm(decoder, raw, f"{prefix}.kv_norm", RMSNormBlock(0, block.eps))
     by_head = graph.int64("one_head", (0, 0, 1, block.rope))
     by_token = graph.int64("one_behind_another", (0, 0, -1))
@@ -241,7 +241,7 @@ def _queries(decoder: Decoder, query_latent: str, prefix: str, block: LatentAtte
     graph, spec = decoder.graph, block.spec
     projected = decoder.add_linear(query_latent, f"{prefix}.wq_b")
     heads = graph.add("Reshape", projected, graph.int64("by_head", (0, 0, spec.query_heads, spec.head_dim)))
-    plain, turning = decoder.graph.split(heads, [block.unrotated_width, block.rope])
+    plain, turning = graph.split(heads, [block.unrotated_width, block.rope])
     groups = graph.add("Reshape", plain, graph.int64("by_group", (0, 0, spec.kv_pairs, -1, block.unrotated_width)))
     sizes = spec.query_heads // spec.kv_pairs, block.unrotated_width, block.latent
     within = _by_head(decoder, groups, _expansion(decoder, prefix, block, of_values=False), sizes, block)
@@ -274,7 +274,7 @@ def _rotate(decoder: Decoder, x: str, block: LatentAttentionBlock) -> str:
     """Add RoPE of x [B, T, heads, rope], and return the result's name."""
     graph, half = decoder.graph, block.rope // 2
     cos, sin = _cos_and_sin(decoder, tuple(block.frequencies))
-    a, b = decoder.graph.split(x, [half, half])
+    a, b = graph.split(x, [half, half])
     first = graph.add("Sub", graph.add("Mul", a, cos), graph.add("Mul", b, sin))
     second = graph.add("Add", graph.add("Mul", b, cos), graph.add("Mul", a, sin))
     return graph.add("Concat", first, second, axis=-1)

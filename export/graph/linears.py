@@ -138,8 +138,8 @@ class Linears:
 
     def _stacked_products(self, x: str, matrices: Sequence[Matrix]) -> list[str]:
         heights = [matrix.shape[0] for matrix in matrices]
-        room = matrices[0].module.rpartition(".")[0]
-        name = f"{room}.{'+'.join(matrix.module.rpartition('.')[2] for matrix in matrices)}"
+        parent = matrices[0].module.rpartition(".")[0]
+        name = f"{parent}.{'+'.join(matrix.module.rpartition('.')[2] for matrix in matrices)}"
         parts = [self.make_stored_tensors(matrix) for matrix in matrices]
         stored = {}
         for what in ("codes", "scales"):

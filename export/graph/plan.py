@@ -83,10 +83,10 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
     return scales
 
 
-def _latent_scales(turned: Tensor, latent: Tensor, bits: int) -> list[np.ndarray]:
+def _latent_scales(rotated_keys: Tensor, latent: Tensor, bits: int) -> list[np.ndarray]:
     """Return key and value scales of a latent cache: a latent's codes are both key and value, so they share scales."""
-    of_latent, of_turned = (x.flatten().numpy() / max_code(bits) for x in (latent, turned))
-    return [np.concatenate([of_latent, of_turned]), np.concatenate([of_latent, np.ones_like(of_turned)])]
+    of_latent, of_keys = (x.flatten().numpy() / max_code(bits) for x in (latent, rotated_keys))
+    return [np.concatenate([of_latent, of_keys]), np.concatenate([of_latent, np.ones_like(of_keys)])]
 
 
 def exported_cache_channels(source: Source) -> tuple[Tensor, Tensor]:
@@ -97,8 +97,8 @@ def exported_cache_channels(source: Source) -> tuple[Tensor, Tensor]:
         token's exported keys or values, flattened over the KV pairs.
     """
     if widths := latent_widths(source.architecture):
-        latent, turned = widths
-        return torch.arange(latent, latent + turned)[None], torch.arange(latent)[None]
+        latent, rotated = widths
+        return torch.arange(latent, latent + rotated)[None], torch.arange(latent)[None]
     layout, exported = source.spec.layout, attention_head_layout(source.spec)
     places = []
     for projection in ("k_proj", "v_proj"):

@@ -31,7 +31,7 @@ def check_external(model: ModelProto, path: Path, folder: Path) -> None:
     problems: dict[str, None] = {}
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
-            problems |= dict.fromkeys(_problems_of(tensor, path.parent, folder))
+            problems |= dict.fromkeys(_external_problems(tensor, path.parent, folder))
     if problems:
         raise CheckpointError(f"{path}: {'; '.join(problems)}; export the model again")
 
@@ -89,7 +89,7 @@ def has_symlinked_data(model: ModelProto, path: Path) -> bool:
     return any((path.parent / name).is_symlink() for name in names)
 
 
-def _problems_of(tensor: TensorProto, beside: Path, folder: Path) -> list[str]:
+def _external_problems(tensor: TensorProto, beside: Path, folder: Path) -> list[str]:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     name = PurePosixPath(location)
@@ -165,14 +165,14 @@ def read_interface(graph: onnx.GraphProto, file: Path) -> tuple[CacheShape | Non
         CheckpointError: the inputs or outputs are not those of an exported model; the message names every reason.
     """
     inputs, outputs = ({v.name: v.type.tensor_type for v in values} for values in (graph.input, graph.output))
-    problems = list(_problems(inputs, outputs))
+    problems = list(_interface_problems(inputs, outputs))
     if problems:
         raise CheckpointError(f"{file} is not a model that diffquant exported: {'; '.join(problems)}; export it again")
     past = list(filter(_is_past, inputs))
     return _cache_shape(inputs, past) if past else None, outputs["logits"]
 
 
-def _problems(
+def _interface_problems(
     inputs: Mapping[str, onnx.TypeProto.Tensor], outputs: Mapping[str, onnx.TypeProto.Tensor]
 ) -> Iterator[str]:
     past = list(filter(_is_past, inputs))

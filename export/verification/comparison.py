@@ -1,12 +1,10 @@
 """Comparison of an exported folder in ONNX Runtime with its torch reference, stage by stage and route by route."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
@@ -46,9 +44,6 @@ from diffquant.recipe import Recipe
 from diffquant.support.names import option_name
 from diffquant.support.progress import Progress
 
-# Opening a session raises the runtime's own exception types.
-_RUNTIME_ERRORS = (GraphError, runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
-
 # Work of the long-context route, and of measuring rounding, in units of any other route: from SmolLM2's CPU seconds.
 _WORK_OF_LONG_CONTEXT, _WORK_OF_NOISE = 3, 4
 
@@ -86,7 +81,7 @@ class Comparison:
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
         self._far_noises: dict[int, StageNoise] = {}
         self._tokens: dict[str, TokenComparison] = {}
-        self._done = self._total = 0
+        self._done = 0
         self._cache: Measure | None = None
         self._cache_layer, self._cache_clips = 0, False
         self._reached = 0
@@ -108,7 +103,7 @@ class Comparison:
         sessions = list_sessions(self.reference, self._rounds, self.device)
         # Prefill and padded batch; four more with a cache.
         routes_of_one = 6 if self.manifest.options.cache else 2
-        self._done, noises = 0, len({session.rounds for session in sessions})
+        noises = len({session.rounds for session in sessions})
         far = sum(not session.rounds for session in sessions)
         self._total = len(sessions) * routes_of_one + far * _WORK_OF_LONG_CONTEXT + noises * _WORK_OF_NOISE
         for session in sessions:
@@ -158,7 +153,7 @@ class Comparison:
         """Run every route of a session and yield its errors."""
         # The function-body session has the same weights as the one before, which whole passages verified.
         read_by_runtime = self._beginnings if session.runs_body else self.passages
-        with self._running(session, PREFILL):
+        with session.explain_errors(PREFILL):
             read = prefill(model, read_by_runtime, self._outputs)
         last = [as_float32(run.states[-1]) for run in read]
         self._tokens[session.name] = compare_tokens(pair_logits(self._whole, last))
@@ -191,11 +186,11 @@ class Comparison:
 
         yield route(PREFILL, errors, read)
         for name, runner in iterate_routes(model, not self._spans_rows):
-            with self._running(session, name):
+            with session.explain_errors(name):
                 runs = runner(model, self._beginnings, self._outputs)
             yield route(name, self._stage_errors(session, self._beginnings, runs), runs)
         if model.cache is not None:
-            with self._running(session, IN_PLACE):
+            with session.explain_errors(IN_PLACE):
                 used = model
                 if session.is_as_exported:
                     # The folder is opened once more, unchanged, as `diffquant run` opens it.
@@ -221,7 +216,7 @@ class Comparison:
         self._reached = count_reached_positions(model, self.reference.model.config.max_position_embeddings)
         calls = run_far_tokens(model, self.reference, self.passages, self._outputs)
         while True:
-            with self._running(session, LONG_CONTEXT):
+            with session.explain_errors(LONG_CONTEXT):
                 far = next(calls, None)
             if far is None:
                 break
@@ -237,14 +232,6 @@ class Comparison:
             found.append(measure_stages(errors, noise.flipped.quantile(0.9), largest_noise))
         typical, largest = (tuple(map(worst_measure, zip(*parts, strict=True))) for parts in zip(*found, strict=True))
         return RouteErrors(session.name, LONG_CONTEXT, typical, largest, None, None)
-
-    @contextmanager
-    def _running(self, session: SessionSettings, route: str) -> Iterator[None]:
-        """Convert an error of the runtime into one that names the session and the route."""
-        try:
-            yield
-        except _RUNTIME_ERRORS as error:
-            raise GraphError(f"{session.name}, {route}: does not run ({error})") from error
 
     def _reading_of(self, run: Run) -> CallPattern:
         return CallPattern(run.calls) if self._spans_rows and len(run.calls) > 1 else WHOLE

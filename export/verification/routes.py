@@ -5,18 +5,23 @@ decoding in place. All must give the same results as prefill.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
 from torch import Tensor
 
 from diffquant.onnx.native import library_path
-from diffquant.onnx.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.onnx.runtime.session import GraphError, InPlaceDecoder, OnnxModel
 from diffquant.onnx.verification.errors import relative_rms
 from diffquant.onnx.verification.reference import Reference
+
+# Opening a session raises the runtime's own exception types.
+_RUNTIME_ERRORS = (GraphError, runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,14 @@ class SessionSettings:
             device=device,
             spins=False,
         )
+
+    @contextmanager
+    def explain_errors(self, route: str) -> Iterator[None]:
+        """Inside the context, convert an error of the runtime into one that names this session and the route."""
+        try:
+            yield
+        except _RUNTIME_ERRORS as error:
+            raise GraphError(f"{self.name}, {route}: does not run ({error})") from error
 
 
 def list_sessions(reference: Reference, rounds: bool, device: str) -> list[SessionSettings]:

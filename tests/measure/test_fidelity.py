@@ -252,8 +252,8 @@ def test_a_server_gives_a_lower_bound_with_its_k(reference, candidate, result, s
 
 
 def test_a_server_is_asked_once_how_it_begins_texts(reference, candidate, serve, monkeypatch):
-    asked, post = [], ServedModel._post
-    monkeypatch.setattr(ServedModel, "_post", lambda self, path, body: asked.append(path) or post(self, path, body))
+    asked, request = [], ServedModel._request
+    monkeypatch.setattr(ServedModel, "_request", lambda self, *args: asked.append(args[0]) or request(self, *args))
     found = diffquant.fidelity(reference, serve(candidate), top_k=5, **READING)
     assert asked.count("/tokenize") == 3
     assert asked.count("/v1/completions") == found.text["chunks"]

@@ -119,9 +119,9 @@ def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
 def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch, capsys):
     import typer
 
+    from diffquant.verbs.arguments import read_task_options
     from diffquant.verbs.cli.command import make_command
     from diffquant.verbs.cli.show import VIEWS, ResultView
-    from diffquant.verbs.kinds import read_task_options
 
     def show(**task_options: object) -> str:
         """Show options.

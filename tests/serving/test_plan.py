@@ -29,7 +29,7 @@ from diffquant.serving.plan import plan_server
 from diffquant.serving.server import _wait_until_ready, check_cpu
 from diffquant.serving.vllm import TESTED, find_outdated_vllm, warn_if_untested
 from diffquant.serving.vllm.config import heads_of_rank, row_orders
-from diffquant.verbs.installation import diagnose
+from diffquant.verbs.doctor import diagnose
 from tests.checkpoints.test_float_sources import write_fp8
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.tables import in_one_test

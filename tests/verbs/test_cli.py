@@ -152,7 +152,7 @@ def test_doctor_names_what_is_of_another_version(run, monkeypatch):
 def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):
     assert "CUDA kernels: torch finds no CUDA device" in run("doctor")[1]
     ampere = KernelSurvey("8.6", 101_376, "3.6", "sm_80", None, {"attention triton-fp8": "it needs Ada"})
-    monkeypatch.setattr("diffquant.verbs.installation._cuda_kernels", lambda: ampere)
+    monkeypatch.setattr(sys.modules["diffquant.verbs.doctor"], "_cuda_kernels", lambda: ampere)
     _, out, _ = run("doctor")
     assert "CUDA kernels: capability 8.6, 101,376 bytes of shared memory per block, Triton 3.6" in out
     assert "  not attention triton-fp8: it needs Ada" in out

@@ -8,7 +8,7 @@ import torch
 
 import diffquant
 from diffquant.errors import UsageError
-from diffquant.verbs.kinds import parse_numbers, parse_widths, read_task_options
+from diffquant.verbs.arguments import parse_bits, parse_widths, read_task_options
 from tests.support import tiny_lm
 from tests.support.tables import in_one_test
 
@@ -41,7 +41,7 @@ def test_a_number_beyond_its_bounds_is_refused_and_so_is_one_that_is_none(verb, 
 
 @in_one_test("given", [4, "4", [4]])
 def test_one_width_is_given_as_a_number_too(given):
-    assert parse_numbers("bits", given) == (4,)
+    assert parse_bits(given) == (4,)
 
 
 @in_one_test(

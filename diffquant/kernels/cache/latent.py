@@ -27,20 +27,20 @@ _CAUSAL = Mask()
 _LEAST_ROWS = 16
 
 
-def _latent_tile(tokens: int, warps: int, blocks: int) -> Config:
+def _latent_tile(tokens: int) -> Config:
     """Return a configuration of `latent_key_split` with at most 32 query rows.
 
     All warps process the same tokens, `tokens` · `warps` per step. The number of rows is a power of two from 16 on.
     """
-    return {"tokens": tokens, "warps": warps, "blocks": blocks, "rows": 32}
+    return {"tokens": tokens, "warps": 8, "blocks": 1, "rows": 32}
 
 
 # By the latents' bits: the largest tiles whose loops do not spill without a residual and, on sm_80, fit in the shared
 # memory of smaller devices.
 TILES = {
-    **{f"latent/sm_90/{bits}": _latent_tile(8, 8, 1) for bits in (16, 8, 4)},
-    "latent/sm_90/6": _latent_tile(4, 8, 1),
-    **{f"latent/sm_80/{bits}": _latent_tile(4, 8, 1) for bits in (16, 8, 6, 4)},
+    **{f"latent/sm_90/{bits}": _latent_tile(8) for bits in (16, 8, 4)},
+    "latent/sm_90/6": _latent_tile(4),
+    **{f"latent/sm_80/{bits}": _latent_tile(4) for bits in (16, 8, 6, 4)},
 }
 
 

@@ -69,7 +69,7 @@ class Fidelity(PrintableResult):
         means = {"mean": self.mean, **self.quantiles}.items()
         rows = [(f"{name} KL, nats{bound}", f"{each.mean:.5f}", _interval(each, ".5f")) for name, each in means]
         rows.append((f"largest KL, nats{bound}", f"{self.largest:.5f}", ""))
-        percent = Difference(*(100 * end for end in asdict(self.agreement).values()))
+        percent = self.agreement.times(100)
         rows.append(("same top token", f"{percent.mean:.2f} %", _interval(percent, ".2f")))
         for name, value in zip(("reference", "candidate"), self.perplexities, strict=True):
             rows.append((f"perplexity, {name}", "unknown" if value is None else f"{value:.3f}", ""))

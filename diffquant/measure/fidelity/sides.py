@@ -226,7 +226,7 @@ class ServedModel(ComparedModel):
 
     def tokens(self, text: str) -> list[int]:
         path, request = "/tokenize", {"model": self._model, "prompt": text, "add_special_tokens": True}
-        answer = self._post(path, request)
+        answer = self._request(path, request)
         with self._explain(path):
             return [int(token) for token in answer["tokens"]]
 
@@ -237,7 +237,7 @@ class ServedModel(ComparedModel):
 
     def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
         path, request = "/v1/completions", {"prompt": ids.tolist(), "max_tokens": 1, "temperature": 0}
-        answer = self._post(path, {"model": self._model, **request, "prompt_logprobs": self._k})
+        answer = self._request(path, {"model": self._model, **request, "prompt_logprobs": self._k})
         with self._explain(path):
             by_token = answer["choices"][0].get("prompt_logprobs")
             if by_token is None:
@@ -260,14 +260,13 @@ class ServedModel(ComparedModel):
             length = served.get("max_model_len")
             return {"id": served["id"], "max_model_len": None if length is None else int(length)}
 
-    def _post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        return self._request(path, json.dumps(body).encode())
-
-    def _request(self, path: str, body: bytes | None) -> dict[str, Any]:
+    def _request(self, path: str, body: Mapping[str, object] | None) -> dict[str, Any]:
+        """Get a path of the server, or post a body to it, and return the answer."""
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         try:
-            request = urllib.request.Request(self.address + path, body, headers)
+            data = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(self.address + path, data, headers)
             with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
                 read: dict[str, Any] = json.load(answer)
                 return read

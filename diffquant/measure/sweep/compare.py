@@ -93,20 +93,17 @@ class ComparisonReport(PrintableResult):
 
 
 def _texts(comparison: Comparison) -> list[str]:
-    (factor, form), difference = UNITS[comparison.unit], comparison.difference
-    before, after, mean, low, high = (
-        factor * value
-        for value in (comparison.before, comparison.after, difference.mean, difference.low, difference.high)
-    )
-    bounds = f" [{low:+{form}}, {high:+{form}}]" if math.isfinite(low) else ""
+    factor, form = UNITS[comparison.unit]
+    change = comparison.difference.times(factor)
+    bounds = f" [{change.low:+{form}}, {change.high:+{form}}]" if math.isfinite(change.low) else ""
     return [
         comparison.name or "-",
         comparison.task,
         comparison.measure,
         str(comparison.n),
-        format(before, form),
-        format(after, form),
-        f"{mean:+{form}}{bounds}",
+        format(factor * comparison.before, form),
+        format(factor * comparison.after, form),
+        f"{change.mean:+{form}}{bounds}",
         "-" if comparison.p_value is None else f"{comparison.p_value:.2g}",
         "-" if comparison.p_value is None else f"+{len(comparison.gained or ())} -{len(comparison.lost or ())}",
     ]

@@ -11,6 +11,7 @@ from diffquant.checkpoints.building import has_packed_kernels
 from diffquant.checkpoints.places import OffloadPlan
 from diffquant.checkpoints.source import Source
 from diffquant.family.call import dtype_name
+from diffquant.measure.cells import weight_schemes_text
 from diffquant.measure.language_model import LanguageModel, ModelOutputs
 from diffquant.measure.results import TaskResult
 from diffquant.measure.task import Task
@@ -42,6 +43,10 @@ def run_timed(task: Task, model: LanguageModel, reference: ModelOutputs | None, 
 def settings_key(dtype: torch.dtype, device: str) -> JsonObject:
     """Return the settings on which the results of all subjects depend: the dtype, and versions of libraries."""
     return {"dtype": dtype_name(dtype), "versions": list_compute_versions(device)}
+
+
+# Number of tokens over which the bytes of a cache are averaged.
+_KV_TOKENS = 1024
 
 
 @dataclass(eq=False)
@@ -161,14 +166,6 @@ class CheckpointSubject:
             self._loaded.use_attention(self.attention)
         self._loaded.apply_recipe(wanted)
         return self._loaded
-
-
-def weight_schemes_text(recipe: Recipe) -> str:
-    """Return a recipe's weight schemes as text; recipes with equal texts can share a loaded model."""
-    return Recipe().with_weights_of(recipe).to_yaml()
-
-
-_KV_TOKENS = 1024
 
 
 def weight_bytes(source: Source, recipe: Recipe) -> int:

@@ -93,7 +93,7 @@ def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens:
         faults = _idle_options(tasks, values)
     if faults:
         raise UsageError("; ".join(dict.fromkeys(faults)))
-    # One task may go by several names, such as needle and needle:1.
+    # A task may have several names, such as needle and needle:1.
     return list({task.name: task for task in tasks}.values())
 
 

@@ -21,7 +21,7 @@ from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes, v1_spec
 from diffquant.model.architecture import TransformerArchitecture
 
 _SUBLN_EPS = 1e-5
-# Settings of other code that somebody's own training may have, with the values that have no effect.
+# Settings that users' own training code may write, with the values that have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lambda_init": (None,),
     "attention_multiplier": (None,),

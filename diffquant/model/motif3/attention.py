@@ -56,27 +56,27 @@ class LatentAttention(PairAttention):
             rotary: cos and sin, [B or 1, T, r] each.
             reading: masks and cache of the call.
         """
-        query_latent, latent, turned = self.compute_latents(x, rotary)
+        query_latent, latent, rotated_keys = self.compute_latents(x, rotary)
         q = self.compute_queries(query_latent, rotary)
         mask = reading.mask(self.block.window)
         if self.key_rotation is not None:
             q = self.change_rotated(q, partial(rotate_by, matrix=self.key_rotation))
-            turned = rotate_by(turned, self.key_rotation)
+            rotated_keys = rotate_by(rotated_keys, self.key_rotation)
         lam = project_sigmoids(x, self.lambda_proj)
         y = None
         if reading.cache is not None:
             if self.value_rotation is not None:
                 latent = rotate_by(latent, self.value_rotation)
-            stored = clear_padded_keys(turned, mask), clear_padded_keys(latent, mask)
+            stored = clear_padded_keys(rotated_keys, mask), clear_padded_keys(latent, mask)
             y = self._decode_stored(q, stored, lam, mask, reading.cache)
             if y is None:
-                turned, latent = reading.cache.update(*stored, self.layer, needed=reading.needed)
+                rotated_keys, latent = reading.cache.update(*stored, self.layer, needed=reading.needed)
                 if self.value_rotation is not None:
                     latent = rotate_by(latent, self.value_rotation.mT)
         if y is None and self._absorbs(x.shape[1], latent.shape[2]):
-            y = self._attend_absorbed(q, turned, latent, lam, mask)
+            y = self._attend_absorbed(q, rotated_keys, latent, lam, mask)
         elif y is None:
-            y = self.attend(q, *self.expand_latents(turned, latent), lam, mask)
+            y = self.attend(q, *self.expand_latents(rotated_keys, latent), lam, mask)
         out: Tensor = self.wo(y * self.wq_b_gate(query_latent).sigmoid())
         return out
 
@@ -86,12 +86,9 @@ class LatentAttention(PairAttention):
 
     def compute_latents(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Compute query latents [B, T, width], key-value latents [B, 1, T, c] and rotated key channels [B, 1, T, r]."""
-        latent, turned = self.wkv_a(x).split([self.block.latent, self.block.rope], -1)
-        latent, turned = (
-            self.kv_norm(latent).unsqueeze(1),
-            apply_rotary_embedding(turned.unsqueeze(1), rotary, self.spec.rope),
-        )
-        return self.q_norm(self.wq_a(x)), latent, turned
+        latent, keys = self.wkv_a(x).split([self.block.latent, self.block.rope], -1)
+        rotated_keys = apply_rotary_embedding(keys.unsqueeze(1), rotary, self.spec.rope)
+        return self.q_norm(self.wq_a(x)), self.kv_norm(latent).unsqueeze(1), rotated_keys
 
     def compute_queries(self, query_latent: Tensor, rotary: Rotary) -> Tensor:
         """Compute queries [B, query heads, T, d] from query latents, signal heads before noise heads."""
@@ -119,10 +116,9 @@ class LatentAttention(PairAttention):
 
         Queries are multiplied by the block's `scale_factor`.
         """
-        query_latent, latent, turned = self.compute_latents(x, rotary)
-        return self.compute_queries(query_latent, rotary) * self.block.scale_factor, *self.expand_latents(
-            turned, latent
-        )
+        query_latent, latent, rotated_keys = self.compute_latents(x, rotary)
+        k, v = self.expand_latents(rotated_keys, latent)
+        return self.compute_queries(query_latent, rotary) * self.block.scale_factor, k, v
 
     def _absorbs(self, queries: int, keys: int) -> bool:
         """Return whether the absorbed form is cheaper for these numbers of queries and keys, and allowed.
@@ -137,8 +133,8 @@ class LatentAttention(PairAttention):
         expansion = block.latent * spec.kv_pairs * (block.unrotated_width + spec.value_dim)
         return queries * spec.query_heads * more_of_a_map < expansion
 
-    def _attend_absorbed(self, q: Tensor, turned: Tensor, latent: Tensor, lam: Tensor, mask: Mask) -> Tensor:
-        keys = torch.cat([latent, turned], -1)
+    def _attend_absorbed(self, q: Tensor, rotated_keys: Tensor, latent: Tensor, lam: Tensor, mask: Mask) -> Tensor:
+        keys = torch.cat([latent, rotated_keys], -1)
         # Both maps' outputs, and so their difference, are in the latent space.
         return self._to_values(self.attend(torch.cat(self._to_latent_space(q), 1), keys, latent, lam, mask))
 

@@ -126,8 +126,8 @@ class Motif3Layer(DecoderLayer):
     def cached_latents(self, state: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Compute the rotated key channels and latents that are cached, from the residual streams."""
         read, _, _ = self.mhc_attn(state)
-        _, latent, turned = self.self_attn.compute_latents(self.input_layernorm(read), arguments[0])
-        return turned, latent
+        _, latent, rotated_keys = self.self_attn.compute_latents(self.input_layernorm(read), arguments[0])
+        return rotated_keys, latent
 
     @property
     def window(self) -> int | None:  # type: ignore[override]

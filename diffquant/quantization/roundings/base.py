@@ -136,7 +136,7 @@ class Magnitudes:
     """Computes, on demand, the largest magnitude over a weight and the weights that engines fuse with it."""
 
     def __init__(self, checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
-        """Prepare without reading weights, which `of` does.
+        """Prepare without reading weights; `largest_magnitude` reads them.
 
         Args:
             checkpoint: checkpoint with 16-bit weights.

@@ -77,7 +77,7 @@ def search_scales(
     bound = number_format.with_fitted_step(search_scale(parts, number_format, dtype, importance), -2)
     found = search_scale(parts, bound, dtype, importance)
     plain = number_format.compute_scale(groups, -1, dtype).unflatten(-2, (-1, size))
-    # Which scales are the best without a common step does not tell which are with one.
+    # Scales that are better without a common step may be worse once they are multiples of it.
     errors = [_squared_error(parts, each, number_format, importance).sum(-2, keepdim=True) for each in (plain, found)]
     return torch.where(errors[0] < errors[1], plain, found).flatten(-3, -2)
 

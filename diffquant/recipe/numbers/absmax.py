@@ -5,7 +5,7 @@ from torch import Tensor
 
 from diffquant.errors import NonFiniteError, UsageError
 
-# Entries that are summed at once: torch makes a copy of them in the dtype of the sum.
+# Number of entries to sum at once, since torch copies them into the dtype of the sum.
 _SUMMED = 1 << 20
 
 Axes = int | tuple[int, ...]
@@ -33,10 +33,10 @@ def to_storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
     """
     numbers = torch.finfo(dtype)
     rounded = scale.to(dtype)
-    # Rounding down makes the largest code clip: by a fraction of a step, but by many where few digits are left.
+    # A scale that was rounded down clips the largest magnitude: by many steps if the scale is subnormal.
     clips = (rounded < scale) & (rounded < numbers.smallest_normal)
     rounded = torch.where(clips, rounded + numbers.smallest_normal * numbers.eps, rounded)
-    # The quotient is rounded first: its product with the largest level may lie just beyond the largest number.
+    # One eps less, because the rounded quotient times `top` may exceed the largest number.
     limit = numbers.max / top * (1 - numbers.eps)
     return torch.where(rounded == 0, 1.0, rounded.clamp(max=limit))
 
@@ -55,7 +55,7 @@ def is_finite(x: Tensor) -> bool:
 
 def check_finite(x: Tensor, name: str) -> None:
     """Raise NonFiniteError with the tensor's name and the first offending index if x is not finite."""
-    # torch has no sums and no comparisons of floats of eight bits.
+    # torch cannot sum or compare 8-bit floats.
     x = x.float() if x.itemsize == 1 else x
     if is_finite(x):
         return

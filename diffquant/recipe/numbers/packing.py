@@ -31,7 +31,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     unsigned = codes.view(torch.uint8) + (1 << (bits - 1))
     if length % 32:
         unsigned = pad(unsigned, (0, -length % 32))
-    # One axis: views of another width ask for strides that axes of size 1 need not have.
+    # Flattened, because axes of size 1 may have strides that `view` with another dtype refuses.
     flat = unsigned.reshape(-1)
     stored = flat if bits == 8 else _join_halves(flat) if bits == 4 else _squeeze(flat, bits)
     words = stored.view(torch.int32).view(*codes.shape[:-1], packed_words(unsigned.shape[-1], bits))
@@ -65,7 +65,7 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     """
     if 32 % bits:
         words = pad(words, (0, packed_words(-(-length // 32) * 32, bits) - words.shape[-1]))
-    # A copy, since views of another width ask for strides that an axis of size 1 need not have.
+    # Copied, because an axis of size 1 may have a stride that `view` with another dtype refuses.
     stored = words.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     unsigned = stored if bits == 8 else _split_halves(stored) if bits == 4 else _spread(stored, bits)
     codes = unsigned.view(*words.shape[:-1], words.shape[-1] * 32 // bits)[..., :length]

@@ -97,8 +97,8 @@ class ServedAttention(DiffAttention):
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q, k)
         plain = (
-            self.heads.queries(q[None], NOT_TURNED),
-            self.heads.keys(k[None], NOT_TURNED),
+            self.heads.queries(q[None], NO_ROTATION),
+            self.heads.keys(k[None], NO_ROTATION),
             self.heads.values(v[None]),
         )
         heads = self.attn(*(x[0].transpose(0, 1).flatten(1) for x in plain))
@@ -115,7 +115,7 @@ def _rotary_settings(config: DiffConfig, width: int) -> dict[str, Any]:
     """Return the rotary settings with which vLLM rotates heads of a width as transformers does."""
     stated = {name: value for name, value in (config.rope_parameters or {}).items() if value is not None}
     if "factor" in stated:
-        # vLLM would take an integer for a list of factors.
+        # vLLM would read an integer as a list of factors.
         stated["factor"] = float(stated["factor"])
     if stated["rope_type"] == "longrope":
         # Without these entries vLLM computes the attention factor from the positions, whatever the settings are.
@@ -127,4 +127,4 @@ def _rotary_settings(config: DiffConfig, width: int) -> dict[str, Any]:
 
 
 # No rotation is passed on: heads are rotated right after the projection, before the heads of a map are repeated.
-NOT_TURNED: Any = None
+NO_ROTATION: Any = None

@@ -23,7 +23,7 @@ class ServedConfig(DiffConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.diff_model is not None and "kv_lora_rank" in self.diff_model:
-            # What a layer that sees all tokens caches of each: vLLM checks its kernels for latents by it.
+            # Entries that a layer without a window caches per token, by which vLLM checks its kernels for latents.
             self.head_dim = self.kv_lora_rank + self.qk_rope_head_dim
 
     @classmethod
@@ -50,7 +50,7 @@ def _served_config(config: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
     architecture = adapter.architecture
     if isinstance(architecture, TransformerArchitecture):
         return config_for_engines(config, adapter)
-    # vLLM would take a window for every layer's.
+    # vLLM would apply this window to all layers.
     sizes = {name: value for name, value in architecture.settings.items() if name != "sliding_window"}
     return {name: value for name, value in config.items() if name != "sliding_window"} | {
         "architectures": [architecture.served.partition(":")[2]],
@@ -80,7 +80,7 @@ def warn_of_ignored_schemes(vllm_config: Any) -> None:
         init_logger(__name__).warning_once(said, asked, stored, scope="global")
 
 
-# What the plugin has models for.
+# Architectures that the plugin serves.
 SERVED: Sequence[type[Architecture]] = (TransformerArchitecture, SambaYArchitecture, Motif3Architecture)
 # Every model_type that an adapter reads. Motif's files have "Motif" or "motif".
 _MODEL_TYPES = ("diffllama", "diff_v1", "diff_v2", "diff_transformer", "Motif", "motif", "phi4flash")

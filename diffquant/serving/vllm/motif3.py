@@ -68,14 +68,14 @@ class ServedLatentAttention(LatentAttention):
         `rotary` is cos and sin of their positions. `reading` is ignored, since vLLM has the masks and the cache.
         """
         spec = self.spec
-        query_latent, latent, turned = self.compute_latents(x, rotary)
+        query_latent, latent, rotated_keys = self.compute_latents(x, rotary)
         q = self.wq_b(query_latent).unflatten(-1, (spec.query_heads, -1)).transpose(1, 2)
         q = self.change_rotated(q, lambda x: apply_rotary_embedding(x, rotary, spec.rope))[0].transpose(0, 1)
         if self.block.window is None:
             shape = torch.Size((len(q), spec.query_heads * spec.value_dim))
-            heads = self.attn(q, latent[0, 0], turned[0].transpose(0, 1), output_shape=shape)
+            heads = self.attn(q, latent[0, 0], rotated_keys[0].transpose(0, 1), output_shape=shape)
         else:
-            k, v = self.expand_latents(turned, latent)
+            k, v = self.expand_latents(rotated_keys, latent)
             # vLLM's heads of keys and values have one width.
             k, v = (pad(part[0].transpose(0, 1), (0, spec.head_dim - part.shape[-1])).flatten(1) for part in (k, v))
             heads = self.attn(q.flatten(1), k, v)

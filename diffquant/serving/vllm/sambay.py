@@ -30,7 +30,7 @@ from diffquant.model.sambay.architecture import FusedAttentionBlock, MambaBlock
 from diffquant.model.sambay.layers import KeysValues, Mamba, SambaYAttention, selective_scan
 from diffquant.model.sambay.modeling import SambaYModel
 from diffquant.quantization.modeling_diffquant import PlainHeads
-from diffquant.serving.vllm.attention import NOT_TURNED
+from diffquant.serving.vllm.attention import NO_ROTATION
 from diffquant.serving.vllm.config import architecture_of, plain_spec
 from diffquant.serving.vllm.decoder import ServedDecoder
 
@@ -194,9 +194,9 @@ class ServedSambaYAttention(SambaYAttention):
         `reading` and `shared` are ignored, since vLLM has the masks and the cache.
         """
         q, *own = self.Wqkv(x).split(self.heights, -1)
-        inputs = [self.plain.queries(q, NOT_TURNED)]
+        inputs = [self.plain.queries(q, NO_ROTATION)]
         if own:
-            inputs += [self.plain.keys(own[0], NOT_TURNED), self.plain.values(own[1])]
+            inputs += [self.plain.keys(own[0], NO_ROTATION), self.plain.values(own[1])]
         k, v = [heads[0].transpose(0, 1).flatten(1) for heads in inputs[1:]] or (None, None)
         heads = self.attn(inputs[0][0].transpose(0, 1).flatten(1), k, v)
         signal, noise = cast(tuple[Tensor, Tensor], self.plain.outputs(heads[None]))

@@ -18,9 +18,9 @@ from diffquant.support.machine import limit_spinning
 from diffquant.support.names import use_option_names
 from diffquant.support.program import exit_codes
 from diffquant.verbs import GROUPS
+from diffquant.verbs.arguments import OPTIONS_ELSEWHERE
 from diffquant.verbs.cli.options import former_names, list_options, split_docstring
 from diffquant.verbs.cli.show import VIEWS, ResultView, print_notes, print_piece, show_importing
-from diffquant.verbs.kinds import OPTIONS_ELSEWHERE
 from diffquant.verbs.recipes import recipe_from_options
 
 # Options that exist only on the command line.

@@ -113,7 +113,7 @@ class NumberFormat(ABC):
         """
         raise UsageError(self.integer_refusal or "")
 
-    # What a scale is.
+    # Scales.
 
     def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         """Return the dtype of the scales of a weight whose unquantized dtype is `dtype`: by default one of 16 bits.
@@ -199,7 +199,7 @@ class NumberFormat(ABC):
         del tensor_scale
         return stored
 
-    # Values and codes.
+    # Conversion between values and codes.
 
     def encode(self, x: "Tensor", scale: "Tensor") -> "Tensor":
         """Return the codes of the levels nearest to x / scale. Ties go to the even code.
@@ -242,7 +242,7 @@ class NumberFormat(ABC):
         """Dequantize codes: return level · scale in the scale's dtype, as every reader of a checkpoint computes it."""
         return self.levels_of(codes, scale.dtype) * scale
 
-    # Codes and bytes.
+    # Conversion between codes and bytes.
 
     @property
     def packed_dtype(self) -> "torch.dtype":
@@ -269,7 +269,7 @@ class NumberFormat(ABC):
 
         return unpack(stored, self.code_width, length)
 
-    # How a checkpoint holds it, and how its config.json says so.
+    # The form in a checkpoint, and its description in config.json.
 
     @property
     def file_dtype(self) -> "torch.dtype":
@@ -295,7 +295,7 @@ class NumberFormat(ABC):
         return f"format_named({self.name!r})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """There is one object a format, in each process that a scheme travels to."""
+        """Unpickle to the registered object, of which there is one per format and process."""
         return format_named, (self.name,)
 
 

@@ -28,7 +28,7 @@ class Iq4Nl(NumberFormat):
     zero_index = 8
     for_weights_only = True
     has_stored_shape = False
-    # Negative ones map the largest magnitude to a positive level.
+    # Negative scales map the largest magnitude to a positive level.
     trials = tuple(sign * (1.3 - n / 20) for sign in (1, -1) for n in range(11))
     refits_scale = True
 
@@ -149,7 +149,7 @@ def _nearest_levels() -> "tuple[Tensor, Tensor]":
 
 
 def _look_up(table: "Tensor", ratio: "Tensor") -> "Tensor":
-    """Return the table's entry for each ratio, also for NaN, as of zeros and a scale of 0."""
+    """Return the table's entry for each ratio; NaN, the ratio of 0 to a scale of 0, counts as 0."""
     import torch
 
     places = (ratio * 2).nan_to_num_().floor_().clamp_(-256, 255).add_(256).to(torch.int32)

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# compressed-tensors' format of dense integers, which `numbers.packing` writes.
+# compressed-tensors' name of densely packed integers, as `numbers.packing` writes them.
 PACK_QUANTIZED = "pack-quantized"
-# Its format of integers in bytes, the one of 8 bits that vLLM multiplies with rounded activations.
+# Its name of int8 tensors, the only 8-bit weights that vLLM multiplies by rounded activations.
 INT_QUANTIZED = "int-quantized"
 
 
@@ -83,7 +83,7 @@ class IntegerBytes(Integer):
         return stored
 
     def __reduce__(self) -> str:
-        # The name of the only object of this format, in each process that a scheme travels to.
+        # Unpickled as the one object of this format, by its name in this module.
         return "BYTES"
 
 

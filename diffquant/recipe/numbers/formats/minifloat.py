@@ -55,11 +55,11 @@ class Minifloat(NumberFormat):
         ratio = x.to(computing_dtype(x)) / scale
         lowest = 2 - (1 << (self._exponent - 1))
         binades = 1 << self._exponent
-        # How many binades a magnitude lies above the lowest one, which subnormal numbers share.
+        # Number of binades between a magnitude's and the lowest one, to which subnormal numbers belong.
         above = (torch.frexp(ratio).exponent - 1 - lowest).clamp_(0, binades).masked_fill_(ratio == 0, 0)
         per_step = [2.0 ** (self._mantissa - lowest - n) for n in range(binades + 1)]
         steps = torch.tensor(per_step, dtype=ratio.dtype, device=ratio.device)[above]
-        # A binade has as many codes as a mantissa has numbers; a step beyond its last one is the next one's first.
+        # A binade has one code per mantissa; rounding up from its last code gives the first code of the next binade.
         code = ratio.mul(steps).round_()
         code += (above << self._mantissa).to(code.dtype).copysign(code)
         return code.clamp_(-self._top, self._top).to(torch.int8)
@@ -130,7 +130,7 @@ class Float8(Minifloat):
 
     @property
     def config_fields(self) -> Mapping[str, Any]:
-        # compressed-tensors has no other float of eight bits, and none of ours may be read as it.
+        # compressed-tensors reads every 8-bit "float" as e4m3, so other formats need another type.
         return {"num_bits": 8, "type": "float" if self.is_in_compressed_tensors else self.name, "symmetric": True}
 
 

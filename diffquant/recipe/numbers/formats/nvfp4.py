@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from diffquant.recipe.numbers.absmax import Axes
 
-_LARGEST_SCALE, _LEAST_SCALE = 448.0, 2.0**-9
-# The block scale of a block of zeros, as compressed-tensors has it.
+_LARGEST_SCALE = 448.0
+# Block scale of a block of zeros, as in compressed-tensors.
 _OF_ZEROS = 0.125
 
 
@@ -32,9 +32,9 @@ class Nvfp4(Minifloat):
     spans_tensor = True
     group_strategy = "tensor_group"
     has_stored_shape = False
-    # A larger one leaves the levels near 4 for the largest magnitude.
+    # With 1.5 times the absmax scale, the largest magnitude is at level 4, around which levels are closer.
     trials = (1.5, *(1 - n / 40 for n in range(20)))
-    # Magnitude that the largest block scale of a weight has.
+    # Largest block scale of a weight, before division by the tensor scale.
     _top_scale: ClassVar[float] = _LARGEST_SCALE
 
     def __init__(self, name: str, tensor_scale: "Tensor | None" = None) -> None:

@@ -17,7 +17,7 @@ from diffquant.support.terminal import PrintableResult, one_line
 
 # Bytes per entry of vocabulary logits and of recurrent states, which are float32.
 _FLOAT32 = 4
-# Longest sequence that is tried. A cache in blocks lists their lengths, also when it is planned.
+# Longest sequence that is tried. A cache with scales per block lists the blocks, even on the meta device.
 _LONGEST = 2**24
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from diffquant.errors import MissingDependencyError
 from diffquant.support.machine import cores
 from diffquant.support.terminal import PrintableResult
-from diffquant.verbs.kinds import check_arguments
+from diffquant.verbs.arguments import check_arguments
 
 if TYPE_CHECKING:
     from diffquant.kernels.gpu import KernelSurvey
 
 
 _BUILD = "python -m diffquant.onnx.native builds it"
-# What each extra adds; those that only developers want are left out.
+# What each extra adds; extras for developers are left out.
 ADDED_BY = {
     "onnx": "the export, verify and run commands, and eval of exported models",
     "onnx-gpu": "exported models on CUDA, instead of onnxruntime",
@@ -86,7 +86,7 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
     Args:
         native_kernel: instruction set of the ONNX op's kernel, or None if it was not built.
     """
-    # Not at the top: `import diffquant` makes this room callable, and most programs never ask it.
+    # Imported here, since `import diffquant` imports this file, and few programs call `doctor`.
     from packaging.requirements import Requirement
 
     from diffquant.serving.vllm import OLDEST
@@ -94,7 +94,7 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
 
     needed = requirements()
     if installed_version("vllm"):
-        # A build for GPUs, which no extra names, serves in the place of the one for processors.
+        # The extra requires vLLM's CPU build; the GPU build replaces it.
         needed["vllm"] = [Requirement(f"vllm>={OLDEST}")]
     versions = {
         extra: {each.name: installed_version(each.name) or None for each in wanted} for extra, wanted in needed.items()
