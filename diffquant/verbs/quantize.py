@@ -238,12 +238,7 @@ def _quantizes_weights(recipe: Recipe) -> bool:
 def _note_what_is_missing(
     source: "Source | WeightSource", recipe: Recipe, asks_for_weights: bool, has_rule: bool
 ) -> None:
-    """Print a note if no weight is quantized, if a more accurate rule was not chosen, or if there is no tokenizer.
-
-    Args:
-        asks_for_weights: whether the user gave a scheme of the weights.
-        has_rule: whether the user chose the rounding rule.
-    """
+    """Print a note if no weight is quantized, if no rule was chosen and a better one exists, or without a tokenizer."""
     from diffquant.checkpoints.tokenizer import has_tokenizer
 
     if not _quantizes_weights(recipe) and not source.packed and not asks_for_weights:

@@ -187,8 +187,6 @@ def make_exported_points(
         exported: descriptions by folder.
         sources: the sweep's checkpoints by path.
     """
-    if not exported:
-        return []
 
     @cache
     def weights_of(path: Path, algorithm: str) -> frozenset[str]:

@@ -89,20 +89,21 @@ def plan_sweep(
         _check_scales(point, sources[point.model], scales.get(point.model))
     for model, file in scales.items():
         check_ranges_used(file, recipes[model])
-    checked = {
+    checkpoint_subjects = {
         model: CheckpointSubject(source, dtype, device, options.attention, places, scales.get(model))
         for model, source in sources.items()
     }
     folders = make_exported_points({path: subject.model for path, subject in exported.items()}, sources)
-    origins = {point.model: checked[point.compared_with] if point.compared_with else None for point in folders}
-    compared = {path: replace(subject, compared_with=origins[path]) for path, subject in exported.items()}
-    subjects: dict[Path, Subject] = {**checked, **compared}
+    subjects: dict[Path, Subject] = {**checkpoint_subjects}
+    for point in folders:
+        origin = checkpoint_subjects[point.compared_with] if point.compared_with else None
+        subjects[point.model] = replace(exported[point.model], compared_with=origin)
     identities = {task.name: task.identity() for task in tasks}
     cells = []
     for point, task in product(grid + folders, tasks):
         key = cell_key(subjects[point.model], point.recipe, task, identities[task.name])
         cells.append(Cell(point, task.name, key=key, folder=folder))
-    return Run(cells, subjects, {task.name: task for task in tasks}), {
+    settings = {
         "options": options.to_dict() | {"device": device, "batch_tokens": options.batch_tokens_for(device)},
         "tasks": list({cell.task: cell.key["task"] for cell in cells}.values()),
         "unseen": {task.name: unseen for task in tasks if (unseen := task.untracked_inputs())},
@@ -113,6 +114,7 @@ def plan_sweep(
         "dtype": dtype_name(dtype) if sources else None,
         "versions": list_compute_versions(device),
     }
+    return Run(cells, subjects, {task.name: task for task in tasks}), settings
 
 
 def _without_weights(source: Source) -> Recipe:
