@@ -348,6 +348,22 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
     assert adapters[0].generate_until([asked]) == adapters[1].generate_until([asked])
 
 
+@in_one_test(
+    ("recipe", "options", "left_out"),
+    [
+        ({"logits": "4:row"}, {}, "(logits 4:row) is not part of the export; give logits to round in the export, too"),
+        ({"logits": "4:row"}, {"logits": "4:row"}, ""),
+        ({"logits": "4:row", "p": 8}, {"logits": "4:row"}, "(p 8:row) is not part of the export"),
+        ({"kv": "e4m3"}, {}, "(k e4m3:row, v e4m3:row) is not part of the export; give kv to round in the export, too"),
+    ],
+)
+def test_a_recipe_left_out_is_said_with_the_options_that_round(source, tmp_path, recipe, options, left_out):
+    diffquant.quantize(source, tmp_path / "low", {"weights": "4:g32"} | recipe)
+    notes = diffquant.export(tmp_path / "low", tmp_path / "onnx", **options).notes
+    said = [note.removeprefix("the checkpoint's recipe ") for note in notes if "not part of the export" in note]
+    assert said == [left_out] * bool(left_out)
+
+
 def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain, tmp_path):
     options = SweepOptions(tasks=("hellaswag", "perplexity"), bits=(8,), task_options=TASK_OPTIONS)
     result = run_sweep([plain, source], replace(options, dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
