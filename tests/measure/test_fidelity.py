@@ -186,6 +186,16 @@ def test_a_saved_base_stands_for_its_model(reference, candidate, result, tmp_pat
             diffquant.fidelity(base, candidate, dtype="float32", **{option: value})
 
 
+def test_the_command_line_saves_a_base_without_a_candidate(reference, candidate, tmp_path, run):
+    read, base = ("--characters", 4000, "--context", CONTEXT), tmp_path / "base.kld"
+    code, out, err = run("fidelity", reference, "--save-base", base, *read)
+    assert (code, out) == (0, f"wrote {base}\n"), err
+    code, out, _ = run("fidelity", base, candidate, "--json")
+    assert (code, json.loads(out)["reference"]["kind"]) == (0, "llama.cpp base file")
+    code, _, err = run("fidelity", reference)
+    assert (code, err) == (2, "error: give a candidate to compare, or --save-base FILE instead\n")
+
+
 def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):
     logs, tokens = random_logs(3, 7).float() * 4, torch.arange(16).view(2, 8)
     logs = logs.log_softmax(-1)
