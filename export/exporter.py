@@ -220,13 +220,14 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[StreamedTensor]) -> list[st
     recipe = plan.source.recipe
     texts_by_target = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
     kept = set() if options.kv_bits == 16 else {"k", "v"}
-    simulated = {target: texts for target, texts in texts_by_target.items() if texts != ["16"] and target not in kept}
-    if simulated:
-        schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
-        notes.append(
-            f"the checkpoint's recipe ({schemes}) is not part of the export; give "
-            f"{option_name('kv')} or {option_name('logits')} to include it"
-        )
+    kept |= {"logits"} if texts_by_target["logits"] == [str(options.logits)] else set()
+    left_out = {target: texts for target, texts in texts_by_target.items() if texts != ["16"] and target not in kept}
+    if left_out:
+        schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in left_out.items())
+        of_target = {"k": option_name("kv"), "v": option_name("kv"), "logits": option_name("logits")}
+        given = dict.fromkeys(of_target[target] for target in left_out if target in of_target)
+        hint = f"; give {' and '.join(given)} to round in the export, too" if given else ""
+        notes.append(f"the checkpoint's recipe ({schemes}) is not part of the export{hint}")
     if inputs := recipe.rounding_texts("activations"):
         notes.append(
             f"ONNX Runtime rounds activations to 8 bits with one scale per block of a weight's columns, absmax / 127, "

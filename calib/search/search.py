@@ -113,7 +113,7 @@ class Search:
         # If integers are among the widths, the result is compared with every uniform integer width.
         self._uniform = (*(INTEGERS if len(floats) < len(widths) else ()), *floats)
         self.units = find_units(self.source, targets, granularity, self._uniform)
-        self.parts = find_unassigned_units(self.source, granularity) if parts else []
+        self.parts = find_unassigned_units(self.source, granularity, widths) if parts else []
         self.widths = sort_widths(self.units, list(set(widths)))[::-1]
         budget.check(self.units, self.widths)
         self._tokenizer = self.source.tokenizer

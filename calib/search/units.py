@@ -87,7 +87,7 @@ def find_units(
     return sorted(units, key=lambda unit: unit.layer)
 
 
-def find_unassigned_units(source: Source, granularity: str) -> list[Unit]:
+def find_unassigned_units(source: Source, granularity: str, widths: Sequence[Width] = INTEGERS) -> list[Unit]:
     """Return units that are measured but get no width, ordered by layer.
 
     There are two kinds: each map's rows of the query projections, and of the key projections if the maps do not share
@@ -96,6 +96,10 @@ def find_unassigned_units(source: Source, granularity: str) -> list[Unit]:
     Args:
         source: checkpoint to search.
         granularity: granularity of the weights.
+        widths: widths at which they are measured.
+
+    Raises:
+        DiffQuantError: a matrix that stays at 16 bits cannot be quantized with this granularity.
     """
     layout, parts = source.architecture.diff_spec.layout, []
     signals_of = {"q_proj": layout.pairs} | ({} if layout.shares_keys else {"k_proj": layout.kv_pairs})
@@ -118,6 +122,9 @@ def find_unassigned_units(source: Source, granularity: str) -> list[Unit]:
                         elements=elements,
                     )
                 )
+    named = [unit for unit in parts if unit.rows is None]
+    for width in widths if named else ():
+        plan_quantization(source, Recipe(overrides={unit.name: unit.scheme(width) for unit in named}))
     return parts
 
 

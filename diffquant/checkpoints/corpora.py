@@ -58,13 +58,14 @@ def open_corpora(sources: Sources) -> list[Corpus]:
 def _open(given: str) -> Corpus:
     place, weight = _split_weight(given)
     parts, file = _COLON.split(place), Path(place)
-    folder, name = Path(parts[0]), file.name
+    # The datasets library fails where a relative folder has no name, as the current one.
+    folder, name = Path(parts[0]).absolute(), file.name
     if file.is_dir() or (folder.is_dir() and not file.exists()):
-        return Corpus(folder.name, weight, None, _load_rows(place, parts[0], parts[1:]))
+        return Corpus(folder.name, weight, None, _load_rows(place, str(folder), parts[1:]))
     if name.endswith(_LINES):
         return Corpus(name, weight, None, _read_lines(file))
     if name.endswith(_TABLES) and file.is_file():
-        return Corpus(name, weight, None, _load_rows(place, str(file.parent), (), data_files=[name]))
+        return Corpus(name, weight, None, _load_rows(place, str(folder.parent), (), data_files=[name]))
     is_path = Path(file.parts[0]).exists() or name.endswith((*_TABLES, ".txt", ".md"))
     if named := None if is_path else NAME.fullmatch(parts[0]):
         return Corpus(place, weight, None, _load_rows(place, named["model"], parts[1:], revision=named["revision"]))

@@ -168,7 +168,9 @@ def _recorded_bits(source: "Source") -> int:
     if differs_by_layer or k.format.name != v.format.name or k.format.name not in ("8", "4"):
         say(f"note: no kernel of ONNX Runtime supports the checkpoint's cache ({schemes}): it is exported at 16 bits")
         return 16
-    say(f"note: the cache is exported at {k.bits}:static, calibrated per channel, not at the checkpoint's {schemes}")
+    ours = f"{k.bits}:static"
+    if {str(k), str(v)} != {ours}:
+        say(f"note: the cache is exported at {ours}, calibrated per channel, not at the checkpoint's {schemes}")
     return k.bits
 
 

@@ -15,6 +15,7 @@ from diffquant.verbs.arguments import check_arguments
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from diffquant.checkpoints.source import Source
     from diffquant.measure.fidelity.result import Fidelity
     from diffquant.measure.fidelity.sides import ComparedModel
 
@@ -133,12 +134,17 @@ def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, 
     comparison = compare_distributions(sides[0], sides[1], chunks, progress)
     reference, candidate = ({"name": side.name, **side.describe_model()} for side in sides)
     of_reference, of_candidate = (side.source for side in sides[:2])
-    if of_reference and of_reference.packed and not (of_candidate and of_candidate.packed):
+    if of_reference and of_reference.packed and of_candidate and _is_unquantized(of_candidate):
         notes.say("note: the reference has quantized weights and the candidate has not; did you swap the two models?")
     if of_candidate is not None:
         targets = chunks[:, -count_scored_positions(chunks.shape[1]) :].tolist()
         about["calibration"] = calibration_note(of_candidate, targets)
     return Fidelity.from_compared(comparison, reference, candidate, about, {**provenance(), "versions": versions()})
+
+
+def _is_unquantized(source: "Source") -> bool:
+    stored = source.checkpoint.stored_nbytes
+    return not source.packed and stored == source.checkpoint.nbytes
 
 
 def _open(place: str, top_k: int, dtype: str, device: str) -> "ComparedModel":

@@ -43,6 +43,8 @@ def stream(
     config = model.config
     room = tokens_left(ids, config.vocab_size, config.max_position_embeddings, tokenizer)
     inputs = torch.tensor([ids], device=model.device)
+    end = model.generation_config.eos_token_id
+    ends = end if isinstance(end, list) else [end]
     made = _TokenQueue()
     # transformers would draw among the 50 likeliest tokens alone.
     drawn = {"do_sample": True, "temperature": to_logit_divisor(temperature), "top_k": 0}
@@ -71,9 +73,9 @@ def stream(
     worker = Thread(target=run)
     worker.start()
     try:
-        yield from iterate_text_pieces(
-            iter(made.tokens.get, None), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-        )
+        # An end token need not be a special one, which the tokenizer would leave out.
+        said = (token for token in iter(made.tokens.get, None) if token not in ends)
+        yield from iterate_text_pieces(said, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     finally:
         # Interpreters that end while torch computes in a thread abort.
         abandoned.set()

@@ -108,7 +108,7 @@ def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
 
 
 def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
-    """Return a preset's recipe with smaller groups for weights whose width is not a multiple of the group size.
+    """Return a preset's recipe with other groups for weights whose width is not a multiple of the group size.
 
     Print a note about these weights.
     """
@@ -122,7 +122,7 @@ def shrink_groups(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
             group = math.gcd(width, scheme.granularity_size)
             smaller[pattern] = Scheme.parse(f"{scheme.format.name}:{f'g{group}' if group >= SMALLEST_GROUP else 'row'}")
     if smaller:
-        say("note: smaller groups, which divide the width: " + ", ".join(f"{n} {s}" for n, s in smaller.items()))
+        say("note: groups that divide the width: " + ", ".join(f"{n} {s}" for n, s in smaller.items()))
     return replace(recipe, overrides=smaller | dict(recipe.overrides))
 
 

@@ -435,6 +435,13 @@ def test_a_cost_in_layers_of_other_kinds_is_what_the_whole_model_shows(tmp_path,
     check_costs(folder, units, 24, 48)
 
 
+def test_a_role_that_groups_do_not_divide_is_named_before_anything_is_measured(tmp_path):
+    folder = write_other(tmp_path / "model", "phi4flash")
+    with pytest.raises(GroupSizeError, match=r"3 tensors, such as model\.layers\.0\.attn\.dt_proj\.weight \[128, 4\]"):
+        diffquant.search(folder, tmp_path / "out", 5, window=24, characters=200, granularity="g16", roles=True)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", sampled(OTHERS, 2))
 def test_models_of_other_layers_are_searched_and_experts_told_apart_by_layer(tmp_path, name):
     folder = write_other(tmp_path / "model", name)

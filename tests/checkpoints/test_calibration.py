@@ -157,7 +157,7 @@ def test_a_dataset_is_read_from_the_hubs_cache_without_a_connection(hub, source,
     assert read(source, f"someone/chats{asked}=2", tokens=64).record["sources"][0]["name"] == f"someone/chats{asked}"
 
 
-def test_a_dataset_in_a_folder_or_file_is_read_as_its_rows(hub, tmp_path, source):
+def test_a_dataset_in_a_folder_or_file_is_read_as_its_rows(hub, tmp_path, source, monkeypatch):
     rows = datasets.load_dataset("json", data_files=str(hub / "data/a.jsonl"), split="train")
     rows.to_parquet(tmp_path / "a.parquet")
     rows.save_to_disk(tmp_path / "saved")
@@ -166,6 +166,11 @@ def test_a_dataset_in_a_folder_or_file_is_read_as_its_rows(hub, tmp_path, source
     for place in ("a.parquet", "saved", "splits"):
         assert torch.equal(read(source, tmp_path / place).ids, expected)
     assert torch.equal(read(source, f"{hub}:short").ids, expected)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("# Notes")
+    assert torch.equal(read(source, "a.parquet").ids, expected)
+    monkeypatch.chdir(tmp_path / "saved")
+    assert open_corpora(".")[0].name == "saved"
     assert len(open_corpora(f"{tmp_path / 'splits'}:test")[0].rows) == 1
 
 

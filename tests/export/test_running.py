@@ -1,6 +1,7 @@
 """Exported folders at work: our generation, onnxruntime-genai, the example, the evaluations, the command line."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -346,6 +347,31 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
     assert [p for p, _ in ours] == pytest.approx([p for p, _ in oracle], abs=1e-3)
     asked = Instance("generate_until", {}, (PROMPT, {"until": ["\n\n"], "max_gen_toks": 12}), 0)
     assert adapters[0].generate_until([asked]) == adapters[1].generate_until([asked])
+
+
+@in_one_test(
+    ("recipe", "options", "left_out"),
+    [
+        ({"logits": "4:row"}, {}, "(logits 4:row) is not part of the export; give logits to round in the export, too"),
+        ({"logits": "4:row"}, {"logits": "4:row"}, ""),
+        ({"logits": "4:row", "p": 8}, {"logits": "4:row"}, "(p 8:row) is not part of the export"),
+        ({"kv": "e4m3"}, {}, "(k e4m3:row, v e4m3:row) is not part of the export; give kv to round in the export, too"),
+    ],
+)
+def test_a_recipe_left_out_is_said_with_the_options_that_round(source, tmp_path, recipe, options, left_out):
+    diffquant.quantize(source, tmp_path / "low", {"weights": "4:g32"} | recipe)
+    notes = diffquant.export(tmp_path / "low", tmp_path / "onnx", **options).notes
+    said = [note.removeprefix("the checkpoint's recipe ") for note in notes if "not part of the export" in note]
+    assert said == [left_out] * bool(left_out)
+
+
+@in_one_test(("scheme", "said"), [("8", True), ("8:static", False)])
+def test_a_cache_exported_at_another_scheme_than_the_recipes_is_said(source, tmp_path, caplog, scheme, said):
+    caplog.set_level(logging.INFO, "diffquant.verbs")
+    caplog.clear()
+    diffquant.quantize(source, tmp_path / "low", {"weights": "4:g32", "kv": scheme})
+    diffquant.export(tmp_path / "low", tmp_path / "onnx")
+    assert ("exported at 8:static, calibrated per channel, not at" in caplog.text) is said
 
 
 def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain, tmp_path):

@@ -102,6 +102,18 @@ def test_texts_end_where_transformers_ends_them(source, stop, tmp_path, generati
         assert each.generate(PROMPT, NEW, ["\n\n\n"], {}) == expected
 
 
+def test_an_end_is_no_part_of_the_text_though_the_tokenizer_takes_it_for_a_word(source, tmp_path):
+    tokenizer, prompt = tiny_lm.tokenizer(), tiny_lm.tokenizer().decode(PROMPT)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    greedy = diffquant.load(source).generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+    end = next(token for token in greedy[1:] if token not in tokenizer.all_special_ids and token != greedy[0])
+    before = tokenizer.decode(greedy[: greedy.index(end)])
+    settle(source, {"eos_token_id": [1, end]})
+    assert diffquant.generate(source, prompt, max_new_tokens=NEW) == before
+    export(source, tmp_path / "out")
+    assert diffquant.run(tmp_path / "out", prompt, max_new_tokens=NEW) == before
+
+
 def by_genai(folder):
     """The greedy continuation of the prompt."""
     genai = pytest.importorskip("onnxruntime_genai")

@@ -126,6 +126,20 @@ def test_a_quantized_reference_and_a_candidate_of_16_bits_may_be_exchanged(refer
     assert "the candidate has not; did you swap the two models?" in caplog.text
 
 
+def test_exports_of_a_quantized_model_are_not_called_unquantized_or_uncalibrated(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "diffquant.verbs")
+    llama, rounding = tiny_lm.write_llama(tmp_path / "llama"), {"name": "gptq", "tokens": 512, "window": 64}
+    recipe = {"weights": "4:g32", "overrides": {"*.down_proj": "16"}}
+    diffquant.quantize(llama, tmp_path / "low", recipe, rounding=rounding)
+    diffquant.export(tmp_path / "low", tmp_path / "low.gguf", to="gguf")
+    of_gguf = diffquant.fidelity(tmp_path / "low", tmp_path / "low.gguf", **READING)
+    assert of_gguf.text["calibration"].endswith("weights were rounded to Q4_0 before; on which text is not recorded")
+    diffquant.quantize(data.pocket_models("needle")[0], tmp_path / "needle", {"weights": "4:g32"})
+    diffquant.export(tmp_path / "needle", tmp_path / "onnx")
+    diffquant.fidelity(tmp_path / "needle", tmp_path / "onnx", **READING)
+    assert "swap" not in caplog.text
+
+
 def test_intervals_are_over_parts_of_the_text_and_not_over_positions():
     """Positions of a chunk that are all alike tell no more than one of them."""
     levels = torch.linspace(0, 1, 32, dtype=torch.float64)[:, None]
@@ -170,6 +184,16 @@ def test_a_saved_base_stands_for_its_model(reference, candidate, result, tmp_pat
     for option, value in (("text", base), ("context", CONTEXT), ("characters", 4000)):
         with pytest.raises(UsageError, match="leave out text, characters and context"):
             diffquant.fidelity(base, candidate, dtype="float32", **{option: value})
+
+
+def test_the_command_line_saves_a_base_without_a_candidate(reference, candidate, tmp_path, run):
+    read, base = ("--characters", 4000, "--context", CONTEXT), tmp_path / "base.kld"
+    code, out, err = run("fidelity", reference, "--save-base", base, *read)
+    assert (code, out) == (0, f"wrote {base}\n"), err
+    code, out, _ = run("fidelity", base, candidate, "--json")
+    assert (code, json.loads(out)["reference"]["kind"]) == (0, "llama.cpp base file")
+    code, _, err = run("fidelity", reference)
+    assert (code, err) == (2, "error: give a candidate to compare, or --save-base FILE instead\n")
 
 
 def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):

@@ -79,6 +79,7 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
     [
         (["quantize", "SRC", "-o", "OUT", "--kv", "16"], 2, "nothing to quantize"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4:gg"], 2, "did you mean 'g32'"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "8:row", "--dry-run", "--json"], 2, "prints text, not JSON"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4:g48"], 1, "group size 48 does not divide"),
         (["quantize", "SRC", "-o", "SRC", "--weights", "4"], 2, "overlaps the input"),
         (["quantize", "nowhere", "-o", "OUT", "--weights", "4"], 1, "nowhere is neither"),

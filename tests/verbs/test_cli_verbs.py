@@ -109,7 +109,10 @@ def test_a_transformer_where_diff_may_have_been_meant_is_said_in_a_line(run, tmp
 def test_what_verbs_make_and_say_comes_as_json(run, tmp_path):
     source = tiny_lm.write_llama(tmp_path / "llama")
     code, out, _ = run("convert", source, "-o", tmp_path / "diff", "--to", "diff-v2", "--json")
-    assert (code, json.loads(out)["target_type"]) == (0, "diff_v2")
+    made = json.loads(out)
+    assert (code, made["target_type"], made["recipe"]["weights"]) == (0, "diff_v2", "16")
+    code, out, _ = run("quantize", source, "-o", tmp_path / "low", "--weights", "4:row", "--json")
+    assert (code, json.loads(out)["errors"][0]["scheme"]) == (0, "4:row")
     code, out, _ = run("generate", tmp_path / "diff", "--prompt", "It was", "--max-new-tokens", "2", "--json")
     said = json.loads(out)
     assert (code, said["prompt"], bool(said["text"])) == (0, "It was", True)

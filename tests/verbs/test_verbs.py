@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import diffquant
 from diffquant import verbs
+from diffquant.data import pocket_models
 from diffquant.errors import FailedCellsError, UsageError
 from diffquant.measure.tasks import task_options
 from diffquant.recipe import Recipe
@@ -224,6 +225,21 @@ def test_python_quantizes_with_rules_and_settings_of_the_command(tmp_path):
     assert plans[0].table()
     with pytest.raises(UsageError, match="nothing to quantize: give a recipe, such as weights='4:g32'"):
         diffquant.quantize(model, tmp_path / "other", {"kv": 16})
+
+
+@in_one_test(
+    ("recipe", "chosen", "named"),
+    [
+        ({"kv": 8}, {"effort": "best"}, "effort"),
+        ({"weights": 16}, {"rounding": "gptq"}, "rounding"),
+        ({"kv": 8, "rounding": "gptq"}, {}, "rounding"),
+        ({"kv": 8}, {"effort": "best", "tokens": 64}, "tokens and effort"),
+    ],
+)
+def test_a_rule_is_refused_where_no_weight_is_rounded(tmp_path, recipe, chosen, named):
+    """It read a text through the whole model, for nothing."""
+    with pytest.raises(UsageError, match=f"leave out {named}, or give weights='4:g32'"):
+        diffquant.quantize(pocket_models("needle")[0], tmp_path / "out", recipe, **chosen)
 
 
 def test_without_a_recipe_it_is_int4_by_gptq_in_a_folder_named_after_the_model(tmp_path, monkeypatch, caplog):

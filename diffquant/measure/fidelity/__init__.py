@@ -146,7 +146,9 @@ def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
         source: the candidate.
         scored: token ids of each scored piece of text.
     """
-    record = source.path / RECORD
+    record, earlier_format = source.path / RECORD, source.checkpoint.earlier_format
+    if earlier_format is not None:
+        return f"the candidate's weights were rounded to {earlier_format} before; on which text is not recorded"
     if not source.packed or not record.is_file():
         return "the candidate's weights were not calibrated by diffquant"
     rounding = read_json(record).get("rounding") or {}

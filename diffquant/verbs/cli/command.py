@@ -11,7 +11,7 @@ from typer import BadParameter
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from diffquant import verbs
-from diffquant.errors import DiffQuantError
+from diffquant.errors import DiffQuantError, UsageError
 from diffquant.recipe.scheme import explain_foreign_name
 from diffquant.support.installation import __version__
 from diffquant.support.machine import limit_spinning
@@ -45,6 +45,8 @@ def make_command(verb: Callable[..., Any]) -> Callable[..., None]:
     extra |= {"as_json": _JSON} if view.data else {}
 
     def run(as_json: bool = False, dry_run: bool = False, details: bool = False, **read: Any) -> None:
+        if dry_run and as_json:
+            raise UsageError("--dry-run prints text, not JSON; leave out --json")
         given = {name: options[name].convert(value) for name, value in read.items()}
         if "on_text" in own and not as_json:
             given["on_text"] = print_piece

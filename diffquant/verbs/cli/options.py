@@ -89,7 +89,7 @@ class Option:
         """Convert a value that typer parsed to the verb's argument."""
         values = tuple(parsed or ()) if self.kind.is_repeatable else (parsed,)
         if self.kind.check:
-            for value in values:
+            for value in values if parsed is not None else ():
                 self.kind.check(value)
         if self.kind.is_repeatable:
             return values

@@ -5,12 +5,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any
 
 import typer
 
+from diffquant.recipe.scheme import Scheme
 from diffquant.support import progress
 from diffquant.support.plain_data import replace_nonfinite
 from diffquant.support.progress import clear_line, hide_line_briefly
@@ -27,9 +28,16 @@ def _as_text(result: Any, _: Values) -> str:
 def _as_json(result: Any, _: Values) -> str:
     if hasattr(result, "to_json"):
         return str(result.to_json()).rstrip()
-    if isinstance(result, str):
-        return json.dumps(result)
-    return json.dumps(result.to_dict() if hasattr(result, "to_dict") else asdict(result), indent=2, default=str)
+    return json.dumps(result, default=_as_plain_data, indent=2)
+
+
+def _as_plain_data(value: Any) -> Any:
+    """Return the entries of a result or recipe, and the text of a scheme or path."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value) and not isinstance(value, Scheme):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return str(value)
 
 
 @dataclass(frozen=True)
