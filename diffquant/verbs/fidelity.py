@@ -143,8 +143,7 @@ def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, 
 
 
 def _is_unquantized(source: "Source") -> bool:
-    stored = source.checkpoint.stored_nbytes
-    return not source.packed and stored == source.checkpoint.nbytes
+    return not source.packed and source.checkpoint.stored_nbytes == source.checkpoint.nbytes
 
 
 def _open(place: str, top_k: int, dtype: str, device: str) -> "ComparedModel":
