@@ -140,7 +140,7 @@ def quantize(
             model, wanted if has_rule else choose_supported_rounding(make_memory_source(model), wanted)
         )
     needless = [option_name(name) for name, value in reads.items() if value is not None]
-    if not is_open and wanted.rounding.name != NEAREST.name:
+    if has_rule and wanted.rounding.name != NEAREST.name:
         needless.append(option_name("rounding" if effort is None else "effort"))
     if needless and not _quantizes_weights(wanted):
         raise UsageError(
