@@ -87,7 +87,7 @@ def find_units(
     return sorted(units, key=lambda unit: unit.layer)
 
 
-def find_unassigned_units(source: Source, granularity: str, widths: Sequence[Width] = INTEGERS) -> list[Unit]:
+def find_unassigned_units(source: Source, granularity: str, widths: Sequence[Width]) -> list[Unit]:
     """Return units that are measured but get no width, ordered by layer.
 
     There are two kinds: each map's rows of the query projections, and of the key projections if the maps do not share

@@ -65,7 +65,7 @@ def _open(given: str) -> Corpus:
     if name.endswith(_LINES):
         return Corpus(name, weight, None, _read_lines(file))
     if name.endswith(_TABLES) and file.is_file():
-        return Corpus(name, weight, None, _load_rows(place, str(folder.parent), (), data_files=[name]))
+        return Corpus(name, weight, None, _load_rows(place, str(file.absolute().parent), (), data_files=[name]))
     is_path = Path(file.parts[0]).exists() or name.endswith((*_TABLES, ".txt", ".md"))
     if named := None if is_path else NAME.fullmatch(parts[0]):
         return Corpus(place, weight, None, _load_rows(place, named["model"], parts[1:], revision=named["revision"]))

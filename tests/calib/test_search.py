@@ -349,7 +349,7 @@ FAMILY = {
 def test_parts_are_the_rows_of_each_maps_heads_and_what_stays_at_16_bits(tmp_path, name):
     own_keys, signals, kept = FAMILY[name]
     source = open_source(write_checkpoint(tmp_path / "model", name))
-    parts = find_unassigned_units(source, "row")
+    parts = find_unassigned_units(source, "row", [8])
     maps = [projection for projection, is_one in (("q_proj", signals), ("k_proj", own_keys)) if is_one]
     assert {part.kind for part in parts} == {
         *(f"self_attn.{projection}, {of_map}" for projection in maps for of_map in ("signal", "noise")),

@@ -169,6 +169,9 @@ def test_a_dataset_in_a_folder_or_file_is_read_as_its_rows(hub, tmp_path, source
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("# Notes")
     assert torch.equal(read(source, "a.parquet").ids, expected)
+    (tmp_path / "a:b").mkdir()
+    rows.to_parquet(tmp_path / "a:b/c.parquet")
+    assert torch.equal(read(source, "a:b/c.parquet").ids, expected)
     monkeypatch.chdir(tmp_path / "saved")
     assert open_corpora(".")[0].name == "saved"
     assert len(open_corpora(f"{tmp_path / 'splits'}:test")[0].rows) == 1
