@@ -65,13 +65,17 @@ def against_zero(values: Sequence[float]) -> tuple[Difference, float]:
     return mean_interval(values), p_value(values)
 
 
-def decided(found: Mapping[str, tuple[Difference, float]], words: Words) -> list[str]:
-    """Make a table of comparisons, each a mean with its p, which Holm adjusts over all of them."""
+def verdicts(found: Mapping[str, tuple[Difference, float]], words: Words) -> dict[str, tuple[Difference, float, str]]:
+    """Decide comparisons, each a mean with its p: the mean, p as Holm adjusts it over all of them, and the word."""
     adjusted = holm([p for _, p in found.values()])
-    rows = [
-        [name, shown(mean), f"{p:.2g}", word(mean.mean, p, words)]
-        for (name, (mean, _)), p in zip(found.items(), adjusted, strict=True)
-    ]
+    return {
+        name: (mean, p, word(mean.mean, p, words)) for (name, (mean, _)), p in zip(found.items(), adjusted, strict=True)
+    }
+
+
+def decided(found: Mapping[str, tuple[Difference, float]], words: Words) -> list[str]:
+    """Make a table of what comparisons decide."""
+    rows = [[name, shown(mean), f"{p:.2g}", said] for name, (mean, p, said) in verdicts(found, words).items()]
     return markdown(["", "mean", "p, Holm", "verdict"], rows)
 
 

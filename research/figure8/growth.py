@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diffquant.measure.stats import Difference
 from diffquant.reports.tables import markdown
 from research.figure8.comparisons import DIFFS, SIX, THREE, Comparison, break_even, check_alike
 from research.figure8.deciding import against_zero, decided, interval, lacking, section
@@ -22,9 +23,10 @@ SEEDS = range(113, 116)
 NAMES = [f"e6-{kind}-seed-{seed}" for seed in SEEDS for kind in KINDS]
 RECIPES = (NO_FIRST, *DECAYS)
 USUAL = [Comparison(kind, experiment="e6", seeds=SEEDS) for kind in DIFFS]
-# Steps that the primary comparison over training is made of.
-EARLY, LAST = "225", "1800"
 Layers = Sequence[Mapping[str, Any]]
+# A DIFF kind's trainings, each with the Transformer's of the seed, by the kind.
+Pairs = Mapping[str, Sequence[tuple[Result, Result]]]
+WORDS = ("grows", "shrinks")
 
 
 def log2_r(diff: Layers, plain: Layers, what: str = "largest") -> float:
@@ -46,6 +48,13 @@ def at_step(step: str) -> Callable[[Result], Layers]:
 def in_windows(length: str, start: str) -> Callable[[Result], Layers]:
     """Take the layers as windows of a length have them, as they are ("plain") or behind <s> ("first")."""
     return lambda result: result["range_by_length"][length][start]["layers"]
+
+
+# What the primary comparisons go from and to.
+SPANS = {
+    "steps 225 to 1,800": (at_step("225"), at_step("1800")),
+    "windows of 256 to 4,096": (in_windows("256", "first"), in_windows("4096", "first")),
+}
 
 
 def scored(result: Result) -> Layers:
@@ -71,10 +80,10 @@ def summary(there: Mapping[str, Result]) -> str:
     parts.append(section("Known: log2 r at the ends of other trainings", _known(there)))
     if said := lacking(there, NAMES):
         return "\n\n".join([*parts, said])
-    pairs = {each.kind: _pairs(there, each) for each in USUAL}
+    pairs = usual_pairs(there)
     if min(map(len, pairs.values())) < 2:
         return "\n\n".join([*parts, "Too many trainings diverged for an interval."])
-    primary = decided(_primary(pairs), ("grows", "shrinks"))
+    primary = decided(changes(pairs), WORDS)
     return "\n\n".join(
         [
             *parts,
@@ -89,33 +98,38 @@ def summary(there: Mapping[str, Result]) -> str:
     )
 
 
+def usual_pairs(there: Mapping[str, Result]) -> Pairs:
+    """Find each kind's trainings of the usual recipe that did not diverge, with the Transformer's of the seed.
+
+    Raises:
+        UsageError: they may not be compared.
+    """
+    return {each.kind: _pairs(there, each) for each in USUAL}
+
+
 def _pairs(there: Mapping[str, Result], comparison: Comparison) -> list[tuple[Result, Result]]:
     pairs = [(there[a], there[b]) for a, b in comparison.names]
     check_alike([result for pair in pairs for result in pair])
     return [pair for pair in pairs if not any("diverged" in result for result in pair)]
 
 
-Pairs = Mapping[str, Sequence[tuple[Result, Result]]]
-
-
-def _each(pairs: Sequence[tuple[Result, Result]], measure: Callable[[Result, Result], float]) -> list[float]:
-    return [measure(*pair) for pair in pairs]
-
-
-def _difference(
-    pairs: Sequence[tuple[Result, Result]], after: Callable[[Result], Layers], before: Callable[[Result], Layers]
+def r_values(
+    pairs: Sequence[tuple[Result, Result]],
+    take: Callable[[Result], Layers],
+    of: Callable[[Layers, Layers, str], float] = log2_r,
+    what: str = "largest",
 ) -> list[float]:
-    both = zip(_each(pairs, r_by(after)), _each(pairs, r_by(before)), strict=True)
-    return [later - earlier for later, earlier in both]
+    """Measure log2 r of every pair of trainings."""
+    return [r_by(take, of, what)(*pair) for pair in pairs]
 
 
-def _primary(pairs: Pairs) -> dict[str, Any]:
+def changes(pairs: Pairs) -> dict[str, tuple[Difference, float]]:
+    """Measure the four primary changes of log2 r by layer, each with the p of its being zero."""
     found = {}
     for kind, each in pairs.items():
-        training = _difference(each, at_step(LAST), at_step(EARLY))
-        length = _difference(each, in_windows("4096", "first"), in_windows("256", "first"))
-        found[f"{kind}, step {LAST} less step {EARLY}"] = against_zero(training)
-        found[f"{kind}, windows of 4,096 less 256"] = against_zero(length)
+        for name, ends in SPANS.items():
+            before, after = (r_values(each, take) for take in ends)
+            found[f"{kind}, {name}"] = against_zero([b - a for a, b in zip(before, after, strict=True)])
     return found
 
 
@@ -125,7 +139,7 @@ def _by_step(pairs: Pairs) -> list[str]:
         [
             step,
             *(
-                interval(_each(pairs[kind], r_by(at_step(step), of)))
+                interval(r_values(pairs[kind], at_step(step), of))
                 for of in (log2_r, log2_r_of_table_5)
                 for kind in DIFFS
             ),
@@ -141,7 +155,7 @@ def _by_length(pairs: Pairs) -> list[str]:
         for start in starts:
             take = in_windows(length, start)
             cells = [
-                interval(_each(pairs[kind], r_by(take, of, what)))
+                interval(r_values(pairs[kind], take, of, what))
                 for kind in DIFFS
                 for of, what in ((log2_r, "largest"), (log2_r_of_table_5, "largest"), (log2_r, "near"))
             ]

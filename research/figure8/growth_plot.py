@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from matplotlib.ticker import FormatStrFormatter, LogLocator
+
 from diffquant.reports.plots import REFERENCE, new_figure, series_style, style_axis
 from research.figure8.comparisons import LONGER, MAIN, break_even
 from research.figure8.growth import USUAL, at_step, r_by, scored
@@ -43,7 +45,9 @@ def plot_growth(there: Mapping[str, Result]) -> Any:
     axis.axhline(1, color=REFERENCE, linewidth=1, label="Transformer")
     axis.set_xscale("log")
     axis.set_yscale("log", base=2)
-    axis.set_xlabel("million tokens (circles: three times as many, E2)")
+    axis.yaxis.set_major_locator(LogLocator(2, [1, 1.25, 1.5, 1.75]))
+    axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axis.set_xlabel("million tokens (circles: the ends of E2)")
     axis.set_ylabel("r by layer: the Transformer's largest logits over DIFF's")
     style_axis(axis, "both")
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)

@@ -91,17 +91,14 @@ def summary(there: Mapping[str, Result]) -> str:
     if said := lacking(there, names_of(SEEDS), "runs"):
         return "\n\n".join([*parts, said])
     seeds = sound_seeds(there, SEEDS)
-    after = ROUNDED[PRIMARY]
-    found = {kind: won(there, kind, after, seeds) for kind in DIFFS}
+    found = {kind: won(there, kind, ROUNDED[PRIMARY], seeds) for kind in DIFFS}
     if len(seeds) > 1 and all(found.values()):
-        primary = decided(
-            {f"{kind} over the Transformer": against_zero(values) for kind, values in found.items()},
-            DIFF_VERDICTS,
-        )
+        named = {f"{kind} over the Transformer": against_zero(values) for kind, values in found.items()}
+        primary = decided(named, DIFF_VERDICTS)
     else:
         primary = ["A cost is not above zero, or too many runs diverged: there are no bits won, only nats (below)."]
-    named = ", ".join(map(str, seeds))
-    parts.append(section(f"Primary: bits won at `{PRIMARY}` after training for it, seeds {named}", primary))
+    title = f"Primary: bits won at `{PRIMARY}` after training for it, seeds {', '.join(map(str, seeds))}"
+    parts.append(section(title, primary))
     parts.append(section("All arms", _tables(there, seeds)))
     return "\n\n".join(parts)
 

@@ -155,10 +155,10 @@ def test_growth_over_training_is_scipys_and_what_does_not_grow_is_undecided():
     text = growth.summary(ranged_trainings())
     for kind in DIFFS:
         low, high = ttest_1samp(GROWTH[kind], 0.0).confidence_interval()
-        row = row_of(text, f"{kind}, step 1800 less step 225")
+        row = row_of(text, f"{kind}, steps 225 to 1,800")
         assert row[1] == f"{GROWTH[kind].mean():+.2f} [{low:+.2f}, {high:+.2f}]"
-    assert row_of(text, "diff-v1, step 1800 less step 225")[3] == "grows"
-    assert row_of(text, "diff-v2, step 1800 less step 225")[3] == "undecided"
+    assert row_of(text, "diff-v1, steps 225 to 1,800")[3] == "grows"
+    assert row_of(text, "diff-v2, steps 225 to 1,800")[3] == "undecided"
     assert float(row_of(text, "E1")[2].split()[0]) == pytest.approx(0.25 + 0.01 * np.mean(SIX), abs=0.006)
 
 
