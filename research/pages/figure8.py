@@ -103,6 +103,12 @@ def doubled_steps(*steps: int) -> tuple[float, float]:
     return ends(fmean(of.values(THERE, won_by_steps(*steps))) for of in each)
 
 
+def over_formats(operand: str) -> tuple[float, float]:
+    """Smallest and largest mean of bits that DIFF needs more with an operand in FP8 or NVFP4, in E2 and E3."""
+    formats = [f"{operand} e4m3:row", f"{operand} nvfp4"]
+    return ends(more(kind, name, group).mean for kind in DIFF for name in formats for group in ("e2", "e3"))
+
+
 def is_ratio(measure: str) -> bool:
     """Whether a measure is a ratio to the Transformer's, and no difference."""
     return "over the Transformer's" in measure
@@ -179,6 +185,7 @@ def schemes_table() -> str:
 NOT_SHOWN = {
     "logits in steps of 2",
     "logits in steps of 4",
+    "logits in steps of 8",
     "queries and keys, 4:head",
     "queries and keys, 4:row",
     "web, 4:row:shift",
@@ -195,17 +202,6 @@ def parts_table() -> str:
         if name not in NOT_SHOWN
     ]
     return table(["mean over trainings", *heads], rows)
-
-
-def formats_table() -> str:
-    """Bits won under formats of logits, queries and keys, and softmax weights."""
-    heads = [f"{NAMES[kind]}, {group.upper()}" for group in ("e2", "e3") for kind in DIFF]
-    rows = [
-        [f"`{name}`", *(interval(won(kind, name, group), 2, True) for group in ("e2", "e3") for kind in DIFF)]
-        for name in FORMATS
-        if name not in ("p 6:row", "p 3:row") and "mxfp4" not in name and not name.endswith("e4m3:tensor")
-    ]
-    return table(["three trainings", *heads], rows)
 
 
 def controls_table() -> str:
