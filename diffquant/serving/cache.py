@@ -147,7 +147,7 @@ def _cache_bytes(architecture: Architecture, itemsize: int) -> tuple[int, int]:
 
 def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: str) -> int:
     """Return the bytes of the weights as served: packed if all have 4 bits and vLLM can use them, else unpacked."""
-    groups = checkpoint.config.get("quantization_config", {}).get("config_groups", {})
+    groups = (checkpoint.config.get("quantization_config") or {}).get("config_groups", {})
     widths = {group["weights"]["num_bits"] for group in groups.values()}
     if widths == {4} and dtype != "float32" and can_compile_and_shard(adapter):
         return sum(tensor.nbytes for tensor in checkpoint.tensors.values())

@@ -129,6 +129,8 @@ def test_the_cache_is_the_recipes_or_refused_with_the_nearest(vllm, tmp_path, sc
 def test_a_plain_checkpoint_is_served_in_its_own_dtype(vllm, tmp_path, dtype):
     source = write_checkpoint(tmp_path / "model", "llama", getattr(torch, dtype))
     assert option(plan_server(source, **ASKED), "--dtype") == dtype
+    edit_json(source / "config.json", quantization_config=None)
+    assert option(plan_server(source, **ASKED), "--dtype") == dtype
 
 
 def test_a_folder_with_only_scales_of_its_cache_is_served_as_the_plain_one_that_it_is(vllm, tmp_path, monkeypatch):
