@@ -287,15 +287,24 @@ def test_calibrate_and_search_read_chats(model, chat_file, tmp_path):
     assert diffquant.search(model, tmp_path / "search", 6, text=chat_file, **given).recipe
 
 
-def test_eval_says_which_scored_text_calibration_read(model, tmp_path, caplog):
+@pytest.mark.parametrize("verb", ["evaluate", "sweep"])
+def test_scores_say_which_text_calibration_read(model, tmp_path, caplog, verb):
+    # Another text for each verb, since a warning is given once.
+    start = 4000 * (verb == "sweep")
     mine, other = tmp_path / "mine.txt", tmp_path / "other.txt"
-    mine.write_text(books_text()[:4000], encoding="utf-8")
+    mine.write_text(books_text()[start : start + 4000], encoding="utf-8")
     other.write_text(books_text()[-4000:], encoding="utf-8")
     recipe = {"weights": "4:g16", "rounding": {"name": "gptq", "text": str(mine), "tokens": 64, "window": 32}}
+    (tmp_path / "mine.yaml").write_text(Recipe.from_dict(recipe).to_yaml())
     for text in (other, mine):
         assert "give another text" not in caplog.text
-        diffquant.evaluate(model, "perplexity", recipe, text=text, window=64, stride=64)
-    count = len(open_source(model).tokenizer.encode(books_text()[:4000]))
+        asked = {"text": text, "window": 64, "stride": 64}
+        if verb == "sweep":
+            recipes = [tmp_path / "mine.yaml"]
+            diffquant.sweep(model, tmp_path / text.stem, tasks="perplexity", bits="16", recipes=recipes, **asked)
+        else:
+            diffquant.evaluate(model, "perplexity", recipe, **asked)
+    count = len(open_source(model).tokenizer.encode(mine.read_text(encoding="utf-8")))
     assert f"perplexity: 63 of the text's {count:,} tokens are also calibration data of gptq" in caplog.text
 
 

@@ -1,7 +1,8 @@
 """Plans a sweep: finds errors before the first cell is measured, and estimates how long the cells take."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -13,7 +14,8 @@ from diffquant.checkpoints.building import check_places
 from diffquant.checkpoints.compressed_config import has_own_kv_cache_scheme
 from diffquant.checkpoints.ranges import check_ranges_used, read_any_ranges
 from diffquant.checkpoints.source import Source, open_source
-from diffquant.errors import CheckpointError, UsageError
+from diffquant.checkpoints.tokens import encode_first_tokens
+from diffquant.errors import CheckpointError, DiffQuantError, UsageError
 from diffquant.family.call import dtype_name
 from diffquant.measure.cells import RECIPE, Cell, SweepPoint
 from diffquant.measure.sweep.cell import Run, cell_key
@@ -27,11 +29,13 @@ from diffquant.measure.sweep.exported import (
 )
 from diffquant.measure.sweep.grid import OWN, SweepOptions, list_points
 from diffquant.measure.sweep.subject import CheckpointSubject
+from diffquant.measure.task import Task
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
+from diffquant.quantization.roundings import rounding_named
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import LAYER_TARGETS
-from diffquant.support.devices import measure_seconds_per_weight, resolve_device, resolve_dtype
+from diffquant.support.devices import log_once, measure_seconds_per_weight, resolve_device, resolve_dtype
 from diffquant.support.files import read_bytes
 from diffquant.support.installation import list_compute_versions
 from diffquant.support.names import option_name
@@ -82,6 +86,7 @@ def plan_sweep(
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
     for model, source in sources.items():
         check_loadable(source, recipes[model])
+        note_overlap(source, [source.recipe, *recipes[model]], tasks)
         if places is not None:
             check_places(source, places, dtype)
     scales = _scales_by_model(sources, options.scales)
@@ -120,6 +125,22 @@ def plan_sweep(
 def _without_weights(source: Source) -> Recipe:
     """Return a checkpoint's recipe without its weights, which are already stored quantized."""
     return source.recipe.with_weights_of(Recipe())
+
+
+def note_overlap(source: Source, recipes: Iterable[Recipe], tasks: Sequence[Task]) -> None:
+    """Warn about tasks whose text also calibrates the weight rounding of some recipe, if that text is available."""
+    message = "%s: %s of the text's %s tokens are also calibration data of %s; give another text to compare"
+    texts = {task.name: text for task in tasks if (text := getattr(task, "text", None))}
+    for settings in dict.fromkeys(recipe.rounding for recipe in recipes if recipe.weights.quantizes):
+        rounding = rounding_named(settings.name)
+        if not texts or not rounding.needs_text:
+            continue
+        with suppress(DiffQuantError):
+            calibration = rounding.read_calibration(source, settings)
+            for name, text in texts.items():
+                tokens = encode_first_tokens(source.tokenizer, text, len(text))
+                if count := calibration.count_overlap([tokens]):
+                    log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
 
 
 def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:

@@ -2,14 +2,12 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from diffquant.attention import check_backend
 from diffquant.checkpoints.ranges import check_ranges_used
-from diffquant.checkpoints.source import Source, open_source
-from diffquant.checkpoints.tokens import encode_first_tokens
+from diffquant.checkpoints.source import open_source
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
@@ -23,15 +21,13 @@ from diffquant.measure.sweep.exported import (
     check_on_one_device,
 )
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.measure.sweep.plan import describe_work, explain_remeasuring, plan_sweep
+from diffquant.measure.sweep.plan import describe_work, explain_remeasuring, note_overlap, plan_sweep
 from diffquant.measure.sweep.result import SweepResult
 from diffquant.measure.sweep.subject import CheckpointSubject
-from diffquant.measure.task import Task
 from diffquant.measure.tasks import make_tasks
 from diffquant.quantization.loading import check_loadable
-from diffquant.quantization.roundings import rounding_named
 from diffquant.recipe import Recipe
-from diffquant.support.devices import log_once, resolve_device, resolve_dtype
+from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import write_atomically
 from diffquant.support.installation import provenance
 from diffquant.support.names import option_name
@@ -188,23 +184,8 @@ def evaluate(
         scales = next(iter(options.scales), None)
         check_ranges_used(scales, [applied])
         subject = CheckpointSubject(source, dtype, device, options.attention, options.device_placement, scales)
-        _note_overlap(source, applied, tasks)
+        note_overlap(source, [applied], tasks)
     return {task.name: subject.measure(task, recipe, None, progress) for task in tasks}
-
-
-def _note_overlap(source: Source, recipe: Recipe, tasks: Sequence[Task]) -> None:
-    """Warn about tasks whose text also calibrates the recipe's weight rounding, if that text is available."""
-    texts = {task.name: text for task in tasks if (text := getattr(task, "text", None))}
-    rounding = rounding_named(recipe.rounding.name)
-    if not texts or not rounding.needs_text or not recipe.weights.quantizes:
-        return
-    with suppress(DiffQuantError):
-        calibration = rounding.read_calibration(source, recipe.rounding)
-        for name, text in texts.items():
-            tokens = encode_first_tokens(source.tokenizer, text, len(text))
-            if count := calibration.count_overlap([tokens]):
-                message = "%s: %s of the text's %s tokens are also calibration data of %s; give another text to compare"
-                log_once(__name__, logging.WARNING, message, name, f"{count:,}", f"{len(tokens):,}", rounding.name)
 
 
 def format_results(results: Mapping[str, TaskResult]) -> str:
