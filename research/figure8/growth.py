@@ -75,8 +75,8 @@ def summary(there: Mapping[str, Result]) -> str:
     look = [f"e6-{kind}-read-seed-{SHIPPED}" for kind in KINDS]
     if all(name in there for name in look):
         check_alike([there[name] for name in look])
-        pairs = {kind: [(there[name], there[look[0]])] for kind, name in zip(DIFFS, look[1:], strict=True)}
-        parts.append(section(f"A first look: log2 r of the models that ship, seed {SHIPPED}", _by_length(pairs)))
+        first = {kind: [(there[name], there[look[0]])] for kind, name in zip(DIFFS, look[1:], strict=True)}
+        parts.append(section(f"A first look: log2 r of the models that ship, seed {SHIPPED}", _by_length(first)))
     parts.append(section("Known: log2 r at the ends of other trainings", _known(there)))
     if said := lacking(there, NAMES):
         return "\n\n".join([*parts, said])
@@ -91,9 +91,7 @@ def summary(there: Mapping[str, Result]) -> str:
             section("Over training: log2 r by step", _by_step(pairs)),
             section("Over length: log2 r", _by_length(pairs)),
             section("Weight on the first key, mean over layers of the first map", _on_first(there)),
-            section(
-                "Other recipes, one training each: log2 r by layer and what nine usual ones allow", _recipes(there)
-            ),
+            section("Other recipes, one training each: log2 r by layer", _recipes(there)),
         ]
     )
 
@@ -176,18 +174,18 @@ def _on_first(there: Mapping[str, Result]) -> list[str]:
     return markdown(["", "256, without", "256, with <s>", "4,096, without", "4,096, with <s>"], rows)
 
 
-def _recipes(there: Mapping[str, Result]) -> list[str]:
-    rows = []
+def recipe_rows(there: Mapping[str, Result]) -> dict[str, list[str]]:
+    """Write log2 r by layer of one training of each other recipe, beside what nine usual ones allow, by kind."""
+    rows = {}
     for kind in DIFFS:
         six = Comparison(kind, seeds=SIX).values(there, r_by(scored))
         usual = six + Comparison(kind, experiment="e6", seeds=SEEDS).values(there, r_by(scored))
         low, high = tenth(usual)
-        row = [kind, f"{fmean(usual):+.2f} [{low:+.2f}, {high:+.2f}]"]
+        rows[kind] = [f"{fmean(usual):+.2f} [{low:+.2f}, {high:+.2f}]"]
         for recipe in RECIPES:
             pair = [there.get(f"e6-{each}{recipe}-seed-113") for each in (kind, "transformer")]
-            row.append(_one(pair[0], pair[1], low, high))
-        rows.append(row)
-    return markdown(["", f"usual, interval of one more of {len(SIX) + len(SEEDS)}", *RECIPES], rows)
+            rows[kind].append(_one(pair[0], pair[1], low, high))
+    return rows
 
 
 def _one(diff: Result | None, plain: Result | None, low: float, high: float) -> str:
@@ -206,6 +204,11 @@ def tenth(values: Sequence[float]) -> tuple[float, float]:
 
     half = t.ppf(0.975, len(values) - 1) * stdev(values) * math.sqrt(1 + 1 / len(values))
     return fmean(values) - half, fmean(values) + half
+
+
+def _recipes(there: Mapping[str, Result]) -> list[str]:
+    heads = ["", f"usual, interval of one more of {len(SIX) + len(SEEDS)}", *RECIPES]
+    return markdown(heads, [[kind, *cells] for kind, cells in recipe_rows(there).items()])
 
 
 def _known(there: Mapping[str, Result]) -> list[str]:
