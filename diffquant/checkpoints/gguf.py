@@ -90,10 +90,12 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def earlier_format(self) -> str | None:
-        matrices: Counter[str] = Counter()
-        for stored in self._stored.values():
-            if len(stored.shape) > 1 and stored.kind not in PLAIN_TYPES:
-                matrices[stored.kind.name] += stored.nbytes
+        # Matrices are counted, not bytes, of which an embedding has most in a small model.
+        matrices = Counter(
+            stored.kind.name
+            for stored in self._stored.values()
+            if len(stored.shape) > 1 and stored.kind not in PLAIN_TYPES
+        )
         return matrices.most_common(1)[0][0] if matrices else None
 
     @property
