@@ -97,9 +97,7 @@ def calibrate(
         say_files_written([output])
         return imatrix
     if file.suffix not in ("", ".safetensors"):
-        raise UsageError(
-            f"{file} is neither .safetensors, for ranges, nor .gguf, for an importance matrix; rename it"
-        )
+        raise UsageError(f"{file} is neither .safetensors, for ranges, nor .gguf, for an importance matrix; rename it")
     check_calibrated_output(file, overwrite)
     ranges, fits = run(observe, split_texts(targets), Observer.parse(observer, bits))
     write_ranges(file, ranges)
