@@ -65,11 +65,15 @@ def check_arguments(verb: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     return run
 
 
-def _explain_unknown(verb: str, name: str, value: object, known: Collection[str]) -> str:
-    """Return the error for a parameter that a verb does not have, with what to give instead."""
+def _explain_unknown(
+    verb: str, name: str, value: object, known: Collection[str], task_options: Collection[str] = ()
+) -> str:
+    """Return the error for a parameter that neither a verb nor a task has, with what to give instead."""
     if "recipe" in known and name in (*TARGETS, "kv", "residual", "overrides", "like", "preset"):
         entry = value if name == "preset" else {name: value}
         return f"{verb} takes {name} only in the recipe: recipe={entry!r}"
+    if task_options:
+        return f"no task has an option {name}{did_you_mean(name, [*known, *task_options])}"
     found = (ours for ours, names in OPTIONS_ELSEWHERE.items() if name.replace("_", "-") in names)
     ours = next(found, None) if "recipe" in known else None
     return f"{verb} has no parameter {name}" + (f"; use {ours}" if ours else did_you_mean(name, list(known)))
@@ -192,8 +196,8 @@ def read_task_options(given: Mapping[str, object], verb: Callable[..., object]) 
 
     options = {option.name: option for option in task_options()}
     if unknown := given.keys() - options.keys():
-        name, known = min(unknown), [*inspect.signature(verb).parameters, *options]
-        raise UsageError(f"no task has an option {name}{did_you_mean(name, known)}")
+        name, known = min(unknown), inspect.signature(verb).parameters
+        raise UsageError(_explain_unknown(verb.__name__, name, given[name], known, options))
     return {name: _read(options[name], value) for name, value in given.items()}
 
 
