@@ -89,15 +89,17 @@ def _check(verb: str, name: str, kind: Kind, takes: set[str], value: object) -> 
                 raise UsageError(_no_path(verb, name, kind, each))
             _check_name(name, each)
     elif kind.type is str and not (_is_of(value, takes) or (takes & _PATHS and isinstance(value, PathLike))):
-        raise UsageError(f"{name} is {_of(value)}; it must be {'text' if takes == {'str'} else 'text or a list'}")
+        others = {"Sequence": " or a list", "int": " or a whole number"}
+        other = next((text for each, text in others.items() if each in takes), "")
+        raise UsageError(f"{name} is {_of(value)}; it must be {'a path' if takes & _PATHS else 'text'}{other}")
     else:
         _check_name(name, value)
 
 
 def _check_name(name: str, value: object) -> None:
-    """Check that a path is valid text, because it is written into UTF-8 records and pages."""
+    """Check that a text or path is valid text, because it is written into UTF-8 records and pages."""
     if isinstance(value, str | PathLike) and not is_encodable_text(str(value)):
-        raise UsageError(f"{name} is {str(value)!r}, which is not UTF-8; rename the file or folder")
+        raise UsageError(f"{name} is {str(value)!r:.80}, which is not UTF-8; correct it, or rename the file or folder")
 
 
 def _check_number(name: str, kind: Kind, value: object) -> None:
@@ -198,12 +200,14 @@ def read_task_options(given: Mapping[str, object], verb: Callable[..., object]) 
     if unknown := given.keys() - options.keys():
         name, known = min(unknown), inspect.signature(verb).parameters
         raise UsageError(_explain_unknown(verb.__name__, name, given[name], known, options))
-    return {name: _read(options[name], value) for name, value in given.items()}
+    # None is the default, as for a verb's parameters.
+    return {name: _read(options[name], value) for name, value in given.items() if value is not None}
 
 
 def _read(option: "TaskOption[object]", value: object) -> object:
-    if isinstance(value, str | PathLike) and not is_encodable_text(str(value)):
-        raise UsageError(f"{option.name} is {str(value)!r}, which is not UTF-8; rename the file")
+    if option.kind is Path and not isinstance(value, str | PathLike):
+        raise UsageError(f"{option.name} is {_of(value)}; it must be a path")
+    _check_name(option.name, value)
     if option.kind is str and option.read is not None and not isinstance(value, str):
         value = ",".join(map(str, value if isinstance(value, Sequence) else (value,)))
     if option.kind is bool and not isinstance(value, bool):
@@ -213,7 +217,7 @@ def _read(option: "TaskOption[object]", value: object) -> object:
             value = option.kind(value)
         except ValueError as error:
             raise UsageError(f"{option.name} takes a number, not {value!r}") from error
-    elif option.kind is int and value is not None:
+    elif option.kind is int:
         _check_number(option.name, _WHOLE, value)
         value = int(value)  # type: ignore[call-overload]  # it is a whole number
     is_written = option.read is not None and isinstance(value, option.kind)
