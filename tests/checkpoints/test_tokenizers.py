@@ -165,6 +165,6 @@ def test_a_model_whose_dtype_transformers_cannot_read_has_a_tokenizer_all_the_sa
 def test_a_path_to_no_checkpoint_is_refused_as_load_does(tmp_path):
     for read in (diffquant.load, diffquant.load_tokenizer):
         with pytest.raises(
-            CheckpointError, match="nowhere is neither a checkpoint folder nor a .gguf file; give the n"
+            CheckpointError, match=r"nowhere is neither a checkpoint folder nor a \.gguf file; give the"
         ):
             read(tmp_path / "nowhere")
