@@ -119,14 +119,14 @@ class Checkpoint(ABC):
     @property
     def earlier_format(self) -> str | None:
         """Format that the matrices were already quantized to, such as Q4_1, or None if unknown."""
-        return self._recorded("rounded_as")
+        return self._read_note("rounded_as")
 
     @property
     def scaled_on(self) -> str | None:
         """How `convert` scaled the matrices, and on which texts, or None if it did not."""
-        return self._recorded("scaled_on")
+        return self._read_note("scaled_on")
 
-    def _recorded(self, key: str) -> str | None:
+    def _read_note(self, key: str) -> str | None:
         """Return a text that diffquant recorded about this checkpoint."""
         entry = self.config.get("diffquant_config")
         text = entry.get(key) if isinstance(entry, Mapping) else None

@@ -161,10 +161,9 @@ def convert(
     dtype_name = str(written).removeprefix("torch.")
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
     # Lets a command that rounds these weights warn about it, and `fidelity` name every text that shaped them.
-    history = {"rounded_as": checkpoint.earlier_format, "scaled_on": checkpoint.scaled_on}
-    if read:
-        this = f"{to} on {read['tokens']:,} tokens of a text with digest {read['text']}"
-        history["scaled_on"] = f"{checkpoint.scaled_on}, then {this}" if checkpoint.scaled_on else this
+    this = f"{to} on {read['tokens']:,} tokens of a text with digest {read['text']}" if read else None
+    scaled_on = ", then ".join(filter(None, (checkpoint.scaled_on, this)))
+    history = {"rounded_as": checkpoint.earlier_format, "scaled_on": scaled_on}
     recorded = opened.recipe.to_config() if opened.recipe != Recipe() else {}
     recorded |= {key: text for key, text in history.items() if text}
     config |= {"diffquant_config": recorded} if recorded else {}

@@ -89,8 +89,7 @@ def _check(verb: str, name: str, kind: Kind, takes: set[str], value: object) -> 
                 raise UsageError(_no_path(verb, name, kind, each))
             _check_name(name, each)
     elif kind.type is str and not (_is_of(value, takes) or (takes & _PATHS and isinstance(value, PathLike))):
-        others = {"Sequence": " or a list", "int": " or a whole number"}
-        other = next((text for each, text in others.items() if each in takes), "")
+        other = " or a list" if "Sequence" in takes else " or a whole number" if "int" in takes else ""
         raise UsageError(f"{name} is {_of(value)}; it must be {'a path' if takes & _PATHS else 'text'}{other}")
     else:
         _check_name(name, value)
