@@ -1,10 +1,12 @@
 """Files that are written whole or not at all, and what a killed run leaves of them."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +100,16 @@ def test_a_writer_whose_file_was_taken_away_writes_again(tmp_path, monkeypatch):
     write_atomically(tmp_path / "report.html", b"ours")
     assert taken
     assert names(tmp_path) == ["report.html"]
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def fail(self, content):
+        raise OSError(errno.ENOSPC, "No space left on device")  # so raised for an open file
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OSError, match=r"No space left on device: .*/report\.html'$"):
+        write_atomically(tmp_path / "report.html", "ours")
+    assert names(tmp_path) == []
 
 
 def test_a_folder_that_is_missing_is_an_error(tmp_path):

@@ -125,12 +125,14 @@ def write_search(result: SearchResult, folder: Path) -> list[Path]:
     check_search_output(result.budget, folder)
     recipe, data, picture = _names(result.budget)
     pareto, report = _SHARED
-    texts = {recipe: result.recipe.to_yaml(), data: result.to_json()}
+    # The numbers come first: they show that the other files are a search's, also after a kill.
+    texts = {data: result.to_json(), recipe: result.recipe.to_yaml()}
     pictures = {
         picture: lambda path: heat_figure(result).savefig(path, dpi=160),
         pareto: lambda path: plot_pareto(read_searches(folder), path),
     }
-    return write_run(folder, texts, pictures, report, lambda *_: search_report(folder))
+    numbers, chosen, *others = write_run(folder, texts, pictures, report, lambda *_: search_report(folder))
+    return [chosen, numbers, *others]
 
 
 def check_search_output(budget: str, folder: Path) -> None:

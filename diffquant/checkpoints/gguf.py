@@ -90,10 +90,9 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def earlier_format(self) -> str | None:
-        matrices: Counter[str] = Counter()
-        for stored in self._stored.values():
-            if len(stored.shape) > 1 and stored.kind not in PLAIN_TYPES:
-                matrices[stored.kind.name] += stored.nbytes
+        # Matrices are counted, not bytes, of which an embedding has most in a small model.
+        kinds = (stored.kind for stored in self._stored.values() if len(stored.shape) > 1)
+        matrices = Counter(kind.name for kind in kinds if kind not in PLAIN_TYPES)
         return matrices.most_common(1)[0][0] if matrices else None
 
     @property

@@ -119,9 +119,18 @@ class Checkpoint(ABC):
     @property
     def earlier_format(self) -> str | None:
         """Format that the matrices were already quantized to, such as Q4_1, or None if unknown."""
+        return self._read_note("rounded_as")
+
+    @property
+    def scaled_on(self) -> str | None:
+        """How `convert` scaled the matrices, and on which texts, or None if it did not."""
+        return self._read_note("scaled_on")
+
+    def _read_note(self, key: str) -> str | None:
+        """Return a text that diffquant recorded about this checkpoint."""
         entry = self.config.get("diffquant_config")
-        kind = entry.get("rounded_as") if isinstance(entry, Mapping) else None
-        return kind if isinstance(kind, str) else None
+        text = entry.get(key) if isinstance(entry, Mapping) else None
+        return text if isinstance(text, str) else None
 
     @property
     def engine_difference_note(self) -> str:

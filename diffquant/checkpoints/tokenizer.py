@@ -13,7 +13,7 @@ from typing import Any
 
 from diffquant import data
 from diffquant.checkpoints.hub import fetch_to_local_path
-from diffquant.checkpoints.location import is_gguf
+from diffquant.checkpoints.location import check_location, is_gguf
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.side_files import TOKENIZER_CONFIG, check_side_files, read_json
 from diffquant.errors import CheckpointError
@@ -58,6 +58,7 @@ def load_tokenizer(path: Path | str) -> Any:
     Raises:
         CheckpointError: there is none, it cannot be read, or it needs Python code of the checkpoint.
     """
+    check_location(Path(path))
     path = fetch_to_local_path(Path(path))
     _check_files(path)
     with _name_checkpoint(path):

@@ -48,8 +48,8 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
     fixed = [type(layer).__name__ for layer in layers if layer.is_compileable or layer.is_sliding]
     if fixed:
         raise UsageError(
-            f"the cache is a {kind} with layers of kind {fixed[0]}, which do not return the tokens that were "
-            "stored; pass a DynamicCache, or the result of new_cache()"
+            f"the cache is a {kind} with layers of kind {fixed[0]}, which do not return the tokens that were stored; "
+            "pass the result of new_cache()"
         )
     if is_quantized and (isinstance(cache, DynamicCache) or type(cache).__module__ == Cache.__module__):
         raise UsageError(

@@ -160,11 +160,13 @@ def convert(
     written = dtype or checkpoint.output_dtype("model.embed_tokens.weight")
     dtype_name = str(written).removeprefix("torch.")
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
-    if opened.recipe != Recipe():
-        config["diffquant_config"] = opened.recipe.to_config()
-    if checkpoint.earlier_format:
-        # Lets a command that rounds these weights again warn about it.
-        config["diffquant_config"] = config.get("diffquant_config", {}) | {"rounded_as": checkpoint.earlier_format}
+    # Lets a command that rounds these weights warn about it, and `fidelity` name every text that shaped them.
+    this = f"{to} on {read['tokens']:,} tokens of a text with digest {read['text']}" if read else None
+    scaled_on = ", then ".join(filter(None, (checkpoint.scaled_on, this)))
+    history = {"rounded_as": checkpoint.earlier_format, "scaled_on": scaled_on}
+    recorded = opened.recipe.to_config() if opened.recipe != Recipe() else {}
+    recorded |= {key: text for key, text in history.items() if text}
+    config |= {"diffquant_config": recorded} if recorded else {}
     shards = _shards(checkpoint, target, origins, dtype)
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
     key = {

@@ -233,6 +233,8 @@ def write_descriptions(
     if not plan.schemes and plan.checkpoint.earlier_format:
         # Lets a command that rounds these weights again warn about it.
         recorded["rounded_as"] = plan.checkpoint.earlier_format
+    if plan.checkpoint.scaled_on:
+        recorded["scaled_on"] = plan.checkpoint.scaled_on
     config, left_out = remove_code_entries(folder, plan.checkpoint.output_config | {"diffquant_config": recorded})
     if isinstance(source, Source) and source.has_only_cache_scales:
         # Those scales are not copied.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar, TypeAlias
 
 from diffquant.errors import UsageError
@@ -174,9 +175,12 @@ def _value_text(value: object) -> str:
 
 
 def _is_drawn(draw: Callable[[Path], object], file: Path) -> bool:
-    try:
-        draw(file)
-    except UsageError:
-        file.unlink(missing_ok=True)
-        return False
+    with TemporaryDirectory() as folder:
+        drawn = Path(folder) / file.name
+        try:
+            draw(drawn)
+        except UsageError:
+            file.unlink(missing_ok=True)
+            return False
+        write_atomically(file, drawn.read_bytes())
     return True

@@ -144,6 +144,10 @@ def replace_atomically(file: Path) -> Iterator[Path]:
         with _hold_lock(temporary):
             yield temporary
             os.replace(temporary, file)
+    except OSError as error:
+        # The system does not name an open file, for instance on a full disk.
+        error.filename = error.filename or str(file)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

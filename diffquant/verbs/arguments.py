@@ -65,11 +65,15 @@ def check_arguments(verb: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     return run
 
 
-def _explain_unknown(verb: str, name: str, value: object, known: Collection[str]) -> str:
-    """Return the error for a parameter that a verb does not have, with what to give instead."""
+def _explain_unknown(
+    verb: str, name: str, value: object, known: Collection[str], task_options: Collection[str] = ()
+) -> str:
+    """Return the error for a parameter that neither a verb nor a task has, with what to give instead."""
     if "recipe" in known and name in (*TARGETS, "kv", "residual", "overrides", "like", "preset"):
         entry = value if name == "preset" else {name: value}
         return f"{verb} takes {name} only in the recipe: recipe={entry!r}"
+    if task_options:
+        return f"no task has an option {name}{did_you_mean(name, [*known, *task_options])}"
     found = (ours for ours, names in OPTIONS_ELSEWHERE.items() if name.replace("_", "-") in names)
     ours = next(found, None) if "recipe" in known else None
     return f"{verb} has no parameter {name}" + (f"; use {ours}" if ours else did_you_mean(name, list(known)))
@@ -85,15 +89,16 @@ def _check(verb: str, name: str, kind: Kind, takes: set[str], value: object) -> 
                 raise UsageError(_no_path(verb, name, kind, each))
             _check_name(name, each)
     elif kind.type is str and not (_is_of(value, takes) or (takes & _PATHS and isinstance(value, PathLike))):
-        raise UsageError(f"{name} is {_of(value)}; it must be {'text' if takes == {'str'} else 'text or a list'}")
+        other = " or a list" if "Sequence" in takes else " or a whole number" if "int" in takes else ""
+        raise UsageError(f"{name} is {_of(value)}; it must be {'a path' if takes & _PATHS else 'text'}{other}")
     else:
         _check_name(name, value)
 
 
 def _check_name(name: str, value: object) -> None:
-    """Check that a path is valid text, because it is written into UTF-8 records and pages."""
+    """Check that a text or path is valid text, because it is written into UTF-8 records and pages."""
     if isinstance(value, str | PathLike) and not is_encodable_text(str(value)):
-        raise UsageError(f"{name} is {str(value)!r}, which is not UTF-8; rename the file or folder")
+        raise UsageError(f"{name} is {str(value)!r:.80}, which is not UTF-8; correct it, or rename the file or folder")
 
 
 def _check_number(name: str, kind: Kind, value: object) -> None:
@@ -192,14 +197,16 @@ def read_task_options(given: Mapping[str, object], verb: Callable[..., object]) 
 
     options = {option.name: option for option in task_options()}
     if unknown := given.keys() - options.keys():
-        name, known = min(unknown), [*inspect.signature(verb).parameters, *options]
-        raise UsageError(f"no task has an option {name}{did_you_mean(name, known)}")
-    return {name: _read(options[name], value) for name, value in given.items()}
+        name, known = min(unknown), inspect.signature(verb).parameters
+        raise UsageError(_explain_unknown(verb.__name__, name, given[name], known, options))
+    # None is the default, as for a verb's parameters.
+    return {name: _read(options[name], value) for name, value in given.items() if value is not None}
 
 
 def _read(option: "TaskOption[object]", value: object) -> object:
-    if isinstance(value, str | PathLike) and not is_encodable_text(str(value)):
-        raise UsageError(f"{option.name} is {str(value)!r}, which is not UTF-8; rename the file")
+    if option.kind is Path and not isinstance(value, str | PathLike):
+        raise UsageError(f"{option.name} is {_of(value)}; it must be a path")
+    _check_name(option.name, value)
     if option.kind is str and option.read is not None and not isinstance(value, str):
         value = ",".join(map(str, value if isinstance(value, Sequence) else (value,)))
     if option.kind is bool and not isinstance(value, bool):
@@ -209,7 +216,7 @@ def _read(option: "TaskOption[object]", value: object) -> object:
             value = option.kind(value)
         except ValueError as error:
             raise UsageError(f"{option.name} takes a number, not {value!r}") from error
-    elif option.kind is int and value is not None:
+    elif option.kind is int:
         _check_number(option.name, _WHOLE, value)
         value = int(value)  # type: ignore[call-overload]  # it is a whole number
     is_written = option.read is not None and isinstance(value, option.kind)

@@ -96,6 +96,8 @@ def calibrate(
         imatrix = run(write_importance, file)
         say_files_written([output])
         return imatrix
+    if file.suffix == ".dat":  # as llama.cpp once named an importance matrix
+        raise UsageError(f"{file}: write an importance matrix as {file.stem}.gguf, or ranges as scales.safetensors")
     check_calibrated_output(file, overwrite)
     ranges, fits = run(observe, split_texts(targets), Observer.parse(observer, bits))
     write_ranges(file, ranges)

@@ -1,5 +1,6 @@
 """The search: costs as the whole model shows them, allocations as brute force finds them, recipes that load."""
 
+import errno
 import importlib.metadata
 import itertools
 import json
@@ -36,6 +37,7 @@ from diffquant.model.cache import PackedCache
 from diffquant.quantization.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
+from diffquant.reports import page
 from diffquant.support.outputs import Journal
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled, thorough
@@ -142,6 +144,23 @@ def test_the_text_that_widths_are_chosen_on_is_not_the_one_they_are_compared_on(
     options = OPTIONS | {"targets": ("v",), "text": tmp_path / "text.txt"}
     Search(checkpoint, Budget.parse("7"), tmp_path / "out", **options).run()
     assert read == {("encode_windows", words[:3000]), ("compute_perplexity", words[3000:3600])}
+
+
+def test_a_search_whose_disk_was_full_after_its_first_file_is_written_again(checkpoint, tmp_path, monkeypatch):
+    found = Search(checkpoint, Budget.parse("7"), tmp_path / "out", **OPTIONS | {"targets": ("v",)}).run()
+    write, written = page.write_atomically, []
+
+    def write_one(file, text):
+        if written:
+            raise OSError(errno.ENOSPC, "no space")
+        written.append(file)
+        write(file, text)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(page, "write_atomically", write_one)
+        with pytest.raises(OSError, match="no space"):
+            write_search(found, tmp_path / "out")
+    assert len(write_search(found, tmp_path / "out")) == 5
 
 
 def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoint, tmp_path):

@@ -8,6 +8,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from diffquant import export
 from diffquant.checkpoints import gguf as gguf_format
 from diffquant.checkpoints.gguf import GgufCheckpoint
 from diffquant.checkpoints.gguf_header import read_header
@@ -16,6 +17,7 @@ from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
+from tests.support import tiny_lm
 from tests.support.checkpoints import write_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.tables import in_one_test
@@ -68,6 +70,15 @@ def test_what_a_file_leaves_out_is_what_transformers_fills_in(tmp_path, monkeypa
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf").config.to_dict()
     config = GgufCheckpoint(tmp_path / "tiny.gguf").config
     assert config == {key: oracle[key] for key in config} | {"dtype": "float32", "architectures": ["LlamaForCausalLM"]}
+
+
+def test_the_weights_type_is_that_of_most_matrices_also_where_the_embedding_has_more_bytes(tmp_path):
+    tiny_lm.llama(intermediate_size=32).save_pretrained(tmp_path / "llama")
+    tiny_lm.tokenizer().save_pretrained(tmp_path / "llama")
+    export(tmp_path / "llama", tmp_path / "low.gguf", to="gguf", weights="4:g32", embed=8)
+    stored = read_header(memoryview((tmp_path / "low.gguf").read_bytes()))[1]
+    assert stored["token_embd.weight"].kind.name == "Q8_0"
+    assert GgufCheckpoint(tmp_path / "low.gguf").earlier_format == "Q4_0"
 
 
 def test_a_head_that_is_the_embedding_is_tied(tmp_path):

@@ -387,6 +387,9 @@ def test_calibrate_refuses_what_it_cannot_write(llama, measured, tmp_path):
     model = write_gguf(tmp_path / "model.gguf", llama)
     with pytest.raises(OutputExistsError, match=r"model\.gguf, which diffquant did not write"):
         diffquant.calibrate(llama, model, **READ, overwrite=True)
+    with pytest.raises(UsageError, match=r"imatrix\.dat: write an importance matrix as imatrix\.gguf, or ranges"):
+        diffquant.calibrate(llama, tmp_path / "imatrix.dat", **READ)
+    assert not (tmp_path / "imatrix.dat").exists()
     diffquant.quantize(llama, tmp_path / "low", "4:g32", rounding="mse")
     with pytest.raises(CheckpointError, match="low is quantized; an imatrix is measured on the 16-bit checkpoint"):
         diffquant.calibrate(tmp_path / "low", tmp_path / "imatrix.gguf", **READ)

@@ -6,8 +6,10 @@ import logging
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+import diffquant
 from diffquant import data
 from diffquant.checkpoints.tokenizer import explain_tokenizer_difference, load_tokenizer
+from diffquant.errors import CheckpointError
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.tables import in_one_test
@@ -158,3 +160,11 @@ def llama(tmp_path):
 def test_a_model_whose_dtype_transformers_cannot_read_has_a_tokenizer_all_the_same(llama):
     edit_json(llama / "config.json", dtype="torch.float32")
     assert load_tokenizer(llama).encode("It", add_special_tokens=False)
+
+
+def test_a_path_to_no_checkpoint_is_refused_as_load_does(tmp_path):
+    for read in (diffquant.load, diffquant.load_tokenizer):
+        with pytest.raises(
+            CheckpointError, match=r"nowhere is neither a checkpoint folder nor a \.gguf file; give the"
+        ):
+            read(tmp_path / "nowhere")

@@ -60,6 +60,11 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
+def _searched(folder: Path) -> tuple[str, set[str]]:
+    """The recipe, and the names of all files: a refused run, which leaves files out, is another result."""
+    return next(folder.glob("recipe-*.yaml")).read_text(), {file.name for file in folder.iterdir()}
+
+
 def _quantize(weights: str, overwrite: bool) -> Callable[[Path, Path], object]:
     return lambda inputs, output: quantize(inputs, output, Recipe.of(weights=weights, kv=8), overwrite=overwrite)
 
@@ -96,7 +101,7 @@ VERBS = (
     Verb("convert", tiny_lm.write_llama, lambda i, o: convert(i, o, "diff-v2"), _files),
     Verb("export", tiny_lm.write_diff_v2, lambda i, o: export(i, o, ExportOptions()), _files),
     Verb("sweep", tiny_lm.write_diff_v2, _sweep, lambda folder: (folder / "table.csv").read_text()),
-    Verb("search", tiny_lm.write_diff_v2, _search, lambda folder: next(folder.glob("recipe-*.yaml")).read_text()),
+    Verb("search", tiny_lm.write_diff_v2, _search, _searched),
     Verb("calibrate", tiny_lm.write_llama, _calibrate, Path.read_bytes),
 )
 

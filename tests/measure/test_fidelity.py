@@ -16,11 +16,13 @@ from torch.nn.functional import kl_div
 import diffquant
 from diffquant import data
 from diffquant.checkpoints.source import open_source
+from diffquant.checkpoints.texts import text_digest
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.measure.fidelity import compare_distributions
 from diffquant.measure.fidelity.base_file import BaseFile, write_base
 from diffquant.measure.fidelity.result import Fidelity
 from diffquant.measure.fidelity.sides import Distributions, ServedModel, divergence
+from diffquant.quantization import smoothing
 from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json
@@ -390,6 +392,23 @@ def test_what_was_calibrated_on_the_scored_text_is_said(reference, tmp_path):
     text.unlink()
     gone = diffquant.fidelity(reference, tmp_path / "low", characters=4000, **reading)
     assert "not available" in gone.text["calibration"]
+
+
+def test_texts_on_which_a_conversion_scaled_the_weights_are_said(reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(smoothing, "_TOKENS", 512)
+    text = tmp_path / "text.txt"
+    text.write_text(data.books_text()[:4000])
+    diffquant.convert(reference, tmp_path / "scaled", "scaled", text=text)
+    diffquant.convert(tmp_path / "scaled", tmp_path / "smoothed", "smoothed")
+    for name in ("scaled", "smoothed"):
+        diffquant.quantize(tmp_path / name, tmp_path / f"{name}-low", {"weights": "4:row"}, rounding="nearest")
+    of_scaled, of_smoothed = (
+        diffquant.fidelity(reference, tmp_path / name, **READING).text["calibration"]
+        for name in ("scaled-low", "smoothed-low")
+    )
+    told = f"; before that, its weights were scaled on 512 tokens of a text with digest {text_digest(text.read_text())}"
+    assert of_scaled == "the candidate was rounded by nearest, which needs no calibration data" + told
+    assert of_smoothed.startswith(f"{of_scaled}, then smoothed on 512 tokens of a text with digest ")
 
 
 def test_outputs_say_what_was_measured(reference, candidate, tmp_path):

@@ -314,6 +314,9 @@ def test_a_cache_that_cannot_hold_the_states_is_refused(model):
 
     with pytest.raises(UsageError, match="DynamicCache does not hold Mamba's states"):
         model(random_ids(1, 3), past_key_values=DynamicCache())
+    # That other cache is not what its message advises.
+    with pytest.raises(UsageError, match=r"DynamicSlidingWindowLayer, which .* stored; pass the result of new_cache"):
+        model(random_ids(1, 3), past_key_values=DynamicCache(config=model.config))
     with pytest.raises(UsageError, match="layer 0 of the cache holds no recurrent state"):
         MixedCache(Recipe(), [PackedLayer(Recipe(), {})]).recurrent_layer(0)
     cache = model.new_cache()

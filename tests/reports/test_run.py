@@ -1,5 +1,9 @@
 """The files that a run writes: texts, pictures, and a page that leads to them."""
 
+import errno
+
+import pytest
+
 from diffquant.errors import UsageError
 from diffquant.reports.page import Report, Section, format_settings, write_run
 
@@ -38,6 +42,17 @@ def test_a_picture_without_data_is_left_out_and_an_earlier_one_goes(tmp_path):
     )
     assert written == [tmp_path / "report.html"]
     assert not (tmp_path / "plot.png").exists()
+
+
+def test_a_picture_that_fails_halfway_leaves_the_earlier_one(tmp_path):
+    def fail_halfway(path):
+        path.write_bytes(b"half a pic")
+        raise OSError(errno.ENOSPC, "no space")
+
+    (tmp_path / "plot.png").write_bytes(b"of an earlier run")
+    with pytest.raises(OSError, match="no space"):
+        write_run(tmp_path, {}, {"plot.png": fail_halfway}, "report.html", lambda *_: None)
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("plot.png", b"of an earlier run")]
 
 
 def test_settings_are_words_and_what_is_empty_is_left_out():

@@ -180,6 +180,7 @@ WRONG = [
     ("evaluate", (torch.nn.Linear(2, 2),), {}, "from disk, not a Linear in memory"),
     ("quantize", ("SRC", 5), {"recipe": 8}, "output is 5; it must be a path"),
     ("quantize", ("SRC", "out"), {"weights": 8}, "quantize takes weights only in the recipe: recipe={'weights': 8}"),
+    ("evaluate", ("SRC",), {"kv": 8}, "evaluate takes kv only in the recipe: recipe={'kv': 8}"),
     ("quantize", ("SRC", "out"), {"recipe": 8, "text": 5}, "text is 5; it must be a path"),
     ("quantize", ("SRC", "out"), {"recipe": 8, "tokens": True}, "tokens is True; it must be a whole number"),
     ("generate", ("SRC", 5), {}, "prompt is 5; it must be text$"),

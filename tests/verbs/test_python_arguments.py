@@ -59,11 +59,20 @@ def test_one_width_is_given_as_a_number_too(given):
         ("evaluate", {"model": "model", "characters": 64.0}, "characters is 64.0; it must be a whole number"),
         ("evaluate", {"model": "model", "trust_task": "no"}, "trust_task is 'no'; it must be True or False"),
         ("evaluate", {"model": "model", "lengths": [64.0]}, "cannot read lengths '64.0'"),
+        ("evaluate", {"model": "model", "text": ["a.txt"]}, r"text is \['a.txt'\]; it must be a path"),
+        ("evaluate", {"model": "model", "items": 5}, "items is 5; it must be a path"),
+        ("plan", {"model": "model", "memory": 1e9}, "memory is 1000000000.0; it must be text or a whole number"),
+        ("fidelity", {"reference": 5, "candidate": "model"}, "reference is 5; it must be a path$"),
+        ("generate", {"model": "model", "prompt": "\ud800"}, r"prompt is '\\ud800', which is not UTF-8; correct it"),
     ],
 )
 def test_what_would_not_be_read_as_given_is_refused(verb, arguments, message):
     with pytest.raises(UsageError, match=message):
         getattr(diffquant, verb)(**arguments)
+
+
+def test_none_is_the_default_of_a_tasks_option_too():
+    assert read_task_options({"window": None, "limit": 4}, diffquant.evaluate) == {"limit": 4}
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path):

@@ -140,12 +140,17 @@ def _as_read(chunk: Tensor, side: ComparedModel) -> Tensor:
 def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
     """Describe, without a full stop, how a candidate checkpoint was calibrated.
 
-    If its calibration data are available, the text states how many of the scored tokens they contain.
+    If the calibration data of its rounding are available, the text states how many of the scored tokens they contain.
 
     Args:
         source: the candidate.
         scored: token ids of each scored piece of text.
     """
+    scaled_on = source.checkpoint.scaled_on
+    return _rounding_note(source, scored) + (f"; before that, its weights were {scaled_on}" if scaled_on else "")
+
+
+def _rounding_note(source: Source, scored: Sequence[Sequence[int]]) -> str:
     record, earlier_format = source.path / RECORD, source.checkpoint.earlier_format
     if earlier_format is not None:
         return f"the candidate's weights were rounded to {earlier_format} before; on which text is not recorded"
