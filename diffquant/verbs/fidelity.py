@@ -148,7 +148,7 @@ def _is_unquantized(source: "Source") -> bool:
 
 def _open(place: str, top_k: int, dtype: str, device: str) -> "ComparedModel":
     from diffquant.measure.fidelity.base_file import BaseFile
-    from diffquant.measure.fidelity.models import ServedModel
+    from diffquant.measure.fidelity.served import ServedModel
 
     if place.startswith(_SERVERS):
         return ServedModel(place, top_k)

@@ -19,8 +19,9 @@ from diffquant.checkpoints.source import open_source
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.measure.fidelity import compare_distributions
 from diffquant.measure.fidelity.base_file import BaseFile, write_base
-from diffquant.measure.fidelity.models import Distributions, ServedModel, divergence
+from diffquant.measure.fidelity.models import Distributions, divergence
 from diffquant.measure.fidelity.result import Fidelity
+from diffquant.measure.fidelity.served import ServedModel
 from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json
