@@ -57,7 +57,7 @@ class PackedStates:
         if spilled:
             self._quantize(recent[:, :, :spilled])
         recent = recent[:, :, spilled:]
-        # Cloned, since a slice would keep the memory of quantized tokens, or of queries beside the keys, allocated.
+        # Cloned, since a slice keeps its whole tensor allocated: quantized tokens, or queries next to the keys.
         is_slice = spilled or (not torch.compiler.is_compiling() and recent.untyped_storage().nbytes() > recent.nbytes)
         self.recent = recent.clone() if is_slice else recent
 

@@ -165,9 +165,9 @@ def _summarize_items(sweep: SweepResult, task: str, changes: Sequence[tuple[Swee
             f"no measurable loss in any {of_all}, and a loss of {_SETTLED:.0f} point is ruled out; the lowest is "
             f"{_describe(sweep, worst, task)}."
         )
-    told = f"{len(lower)} {of_all} lose; the largest loss is that of {_describe(sweep, worst, task)}."
+    losses = f"{len(lower)} {of_all} lose; the largest loss is that of {_describe(sweep, worst, task)}."
     safe = min((point.bits for point, _ in changes if point.bits > max(lower)), default=None)
-    return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
+    return losses if safe is None else f"{losses} From {safe} bits up no loss is measurable."
 
 
 def _explain_resolution(sweep: SweepResult, task: str, changes: Sequence[tuple[SweepPoint, Difference]]) -> str | None:
