@@ -54,7 +54,7 @@ def check_exported(folder: Path) -> None:
     if folder.suffix.lower() == ".gguf" or (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} is a checkpoint, not an export: `diffquant export` makes one from it, and `diffquant generate` "
-            "runs the checkpoint as it is"
+            "runs the checkpoint directly"
         )
     raise CheckpointError(f"{folder} has no {MODEL_FILE}; give a folder that `diffquant export` wrote")
 

@@ -146,9 +146,7 @@ class ExportOptions:
                 f"{option_name('cache', False)} and {option_name('kv')}"
             )
         if self.portable:
-            yield (
-                f"the page of {option_name('web')} finds the model beside web.json: leave out {option_name('portable')}"
-            )
+            yield f"{option_name('web')} needs the model next to web.json: leave out {option_name('portable')}"
         if self.dtype != "float32":
             yield f"{option_name('web')} is float32: leave out {option_name('dtype')}"
         if self.logits.quantizes:

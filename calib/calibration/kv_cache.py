@@ -103,7 +103,7 @@ def _prose_windows(source: Source, text: str) -> Tensor:
         tokenizer = source.tokenizer
     except CheckpointError as error:
         raise UsageError(
-            f"a quantized KV cache is calibrated on text: {error}; put the tokenizer's files beside the weights"
+            f"a quantized KV cache is calibrated on text: {error}; put tokenizer files into the checkpoint's folder"
         ) from error
     config = source.architecture
     length = min(_WINDOW, config.max_position_embeddings)

@@ -42,7 +42,7 @@ def _alternatives(numbers: list[str]) -> str:
 def pick_targets(modules: Sequence[str], targets: Mapping[str, _T]) -> dict[str, _T | None]:
     """Return the entry that compressed-tensors picks for each module, or None if no target matches the module.
 
-    If several expressions match, the first one in alphabetical order counts, wherever it stands in config.json.
+    If several expressions match, the first one in alphabetical order counts, not the first one in config.json.
 
     Args:
         targets: entries by target: a module's full name, a regular expression after "re:", or the class "Linear",

@@ -38,25 +38,6 @@ NATIVE, GLOBAL = ".weight", ".weight_global_scale"
 INPUT_GLOBAL = ".input_global_scale"
 
 
-def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """Quantize a weight by rounding to nearest with absmax scales, and pack its codes.
-
-    Args:
-        weight: [out, in] finite values in float16, bfloat16 or float32.
-        scheme: granularity tensor, row or group.
-
-    Returns:
-        The tensors by their names in the module, "weight_packed" and others, as in the module's docstring.
-    """
-    values = weight.float()
-    scheme = scheme.with_tensor_scale(values.abs().amax())
-    scale = weight_scale(values, scheme, scheme.format.scale_dtype(weight.dtype))
-    parts = pack_rows(weight_codes(values, scale, scheme), scale, scheme) | make_shape_and_scale(
-        tuple(weight.shape), scheme
-    )
-    return {suffix.removeprefix("."): part for suffix, part in parts.items()}
-
-
 def pack_rows(codes: Tensor, scale: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     """Return the tensors to store for codes int8 [rows, in] and their scale, by the suffix of their names."""
     number_format = scheme.format
@@ -84,7 +65,7 @@ def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) 
 
 
 def unpack_parts(parts: Mapping[str, Tensor], shape: Sequence[int], scheme: Scheme) -> Tensor:
-    """Dequantize a weight [out, in] or [experts, out, in]; the inverse of `pack_weight`.
+    """Dequantize a weight [out, in] or [experts, out, in].
 
     Args:
         parts: the stored tensors by the suffix of their names.

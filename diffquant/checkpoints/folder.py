@@ -84,7 +84,7 @@ class FolderCheckpoint(Checkpoint):
             logging.getLogger(__name__).warning(message, self.path, first_few(left, ", "))
 
     def _left_behind(self, copied: Collection[Path]) -> list[str]:
-        """List the files and folders that are neither copied nor written anew; a folder's name ends in a slash."""
+        """List the files and folders that are neither copied nor generated; a folder's name ends in a slash."""
         known = {*copied, *self._files.values(), self.path / TEMPLATES}
         return sorted(
             f"{file.name}/" if file.is_dir() else file.name

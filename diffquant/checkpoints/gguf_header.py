@@ -84,7 +84,7 @@ def read_header(data: memoryview, tokens: Iterable[str] = ()) -> Header:
 
     Raises:
         CheckpointError: it is not a GGUF file of version 2 or 3, is truncated, has a key or a tensor twice, or has
-            tensors of a type that gguf does not know, or with data beyond its end; the message names every such tensor.
+            tensors of types that gguf does not support, or with data beyond its end; the message names all of these.
     """
     if is_lfs_pointer(data):
         raise CheckpointError(POINTER)

@@ -1,8 +1,8 @@
 """Loads the tokenizer in a GGUF file so that it splits and begins text as llama.cpp does.
 
-transformers reads vocabulary and merges. It knows how to split text before merging for some values of
-`tokenizer.ggml.pre`, and splits as GPT-2 for the others. This module does what else llama.cpp does for each value. It
-also puts a space before text for a SentencePiece vocabulary, even if the text begins with a space.
+transformers reads vocabulary and merges. It splits text before merging correctly for only some values of
+`tokenizer.ggml.pre`, and like GPT-2 for the others. This module makes every value split as in llama.cpp. It also puts a
+space before text for a SentencePiece vocabulary, even if the text begins with a space.
 
 Source: llama.cpp, src/llama-vocab.cpp, llama_vocab::impl::load and llm_tokenizer_bpe.
 """
@@ -37,7 +37,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     """Load the tokenizer of a GGUF file.
 
     Raises:
-        CheckpointError: diffquant does not know how this tokenizer splits text.
+        CheckpointError: diffquant does not support how this tokenizer splits text.
         Exception: transformers cannot read the tokenizer, and raises an exception of any type.
     """
     from transformers import AutoTokenizer

@@ -168,9 +168,9 @@ _LEFT_SUFFIXES = {
     ".exe", ".ipynb", ".js", ".c", ".cc", ".cpp", ".cu", ".h",
 }  # fmt: skip
 _LARGE = 64 * 2**20
-# Chat templates by name, beside the one in chat_template.jinja.
+# Folder of named chat templates; the default one is in chat_template.jinja.
 TEMPLATES = "additional_chat_templates"
-# Files that every output gets anew.
+# Files that are generated for every output, never copied.
 _OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", CARD}
 # Suffixes of other tokenizers, such as those of Marian, FSMT and PhoBERT.
 TOKENIZER_SUFFIXES = {".spm", ".codes", ".bpe"}
@@ -215,7 +215,7 @@ def check_side_files(folder: Path) -> None:
 
 
 def _is_side_file(file: Path) -> bool:
-    """Return whether a file is of a kind that is read or copied beside the weights."""
+    """Return whether a file is of a kind that is read or copied with the weights."""
     return file.suffix.lower() not in _LEFT_SUFFIXES and not file.name.startswith(".")
 
 

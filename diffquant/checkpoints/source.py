@@ -116,7 +116,7 @@ class Source:
         Raises:
             CheckpointError: it is another architecture.
         """
-        # A subclass has blocks that these verbs do not know.
+        # A subclass has blocks that these verbs do not support.
         if type(self.architecture) is not TransformerArchitecture:
             raise self.unsupported_error(verb)
         return self.architecture

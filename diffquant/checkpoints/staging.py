@@ -119,7 +119,7 @@ class Staging:
         write_atomically(self._journal, json.dumps({"key": self._key, "shards": self._records}))
 
     def _clear(self) -> None:
-        """Remove everything except finished shards; every run writes the other files anew."""
+        """Remove everything except finished shards; every run writes the other files again."""
         for entry in self.folder.iterdir():
             if entry.name not in self._records:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

@@ -88,13 +88,13 @@ def gpu_of(device: torch.device) -> Gpu:
     # Cached, since every layer of every step uses it.
     if device.type != "cuda":
         return _INTERPRETER
-    told = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     # The clock is in kHz, with two transfers per cycle; the bus width is in bits. Not every torch reports them.
-    clock, width = (getattr(told, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return Gpu(
         torch.cuda.get_device_capability(device),
-        told.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs leave it out
-        told.multi_processor_count,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs leave it out
+        properties.multi_processor_count,
         2e3 * clock * width / 8 * COPY_REACHES or None,
     )
 

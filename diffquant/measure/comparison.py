@@ -13,10 +13,8 @@ from diffquant.support.files import read_text
 from diffquant.support.names import first_few
 from diffquant.support.plain_data import JsonObject, parse_json, plain_data_digest
 
-# Fields of a task's identity that do not determine its items.
-_NOT_ITEM_SETTINGS = ("name", "batch_tokens")
-
-
+# Fields of a task's identity that do not determine its items; and lm-eval's filter that names of measures leave out.
+_NOT_ITEM_SETTINGS, _DEFAULT_FILTER = ("name", "batch_tokens"), "none"
 PERCENT, MARGIN, _NLL, _PLAIN = "%", "nats per 100 characters", "nats per token", ""
 # The factor for the numbers of each unit, and the format of a value.
 UNITS = {PERCENT: (100, ".1f"), MARGIN: (100, ".2f"), _NLL: (1, ".4f"), _PLAIN: (1, ".4g")}
@@ -194,9 +192,6 @@ def _compare_measure(measure: str, before: Outcome, after: Outcome) -> Compariso
             gained, lost = [i for i, is_gain in changed if is_gain], [i for i, is_gain in changed if not is_gain]
     means = [mean_interval(scores.values, scores.weights).mean for scores in (old, new)]
     return Comparison((before, after), measure, old.unit, len(old.values), means[0], means[1], difference, gained, lost)
-
-
-_DEFAULT_FILTER = "none"
 
 
 def read_samples(path: Path) -> Outcome:

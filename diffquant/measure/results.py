@@ -174,11 +174,12 @@ def _difference(result: TaskResult | None, baseline: TaskResult | None) -> Diffe
 
 
 def _points(result: TaskResult | None, baseline: TaskResult | None) -> Difference | None:
-    return _percent(_difference(result, baseline))
+    change = _difference(result, baseline)
+    return change.times(100) if change else None
 
 
 def _percentage(result: TaskResult | None, _: object = None) -> Difference | None:
-    return _percent(_interval(result) or Difference(*3 * [_mean(result)])) if result else None
+    return (_interval(result) or Difference(*3 * [_mean(result)])).times(100) if result else None
 
 
 def _score_text(result: TaskResult | None, _: object) -> str:
@@ -289,10 +290,6 @@ def _interval(result: TaskResult) -> Difference | None:
         return interval
     # A score cannot leave [0, 1].
     return Difference(interval.mean, max(interval.low, 0.0), min(interval.high, 1.0))
-
-
-def _percent(share: Difference | None) -> Difference | None:
-    return share.times(100) if share else None
 
 
 def interval_fields(name: str, number: Difference | None, per: float = 1) -> JsonObject:

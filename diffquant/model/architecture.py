@@ -22,7 +22,7 @@ from diffquant.model.blocks import (
 )
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
-from diffquant.recipe.targets import LAYER_TARGETS
+from diffquant.recipe.targets import LAYER_TARGETS, check_layer_overrides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -151,7 +151,7 @@ class Architecture(ABC):
             UsageError: an override matches no layer, the recipe rotates keys or values that several layers read, or a
                 group size does not divide the width of keys or values.
         """
-        recipe.check_layers(self.target_layers)
+        check_layer_overrides(recipe.overrides, self.target_layers)
         self._check_groups(recipe)
         rotates = any(each.has_transform("rotated") for each in recipe.schemes_of("k") | recipe.schemes_of("v"))
         if rotates and self.target_layers["k"] != self.target_layers["logits"]:

@@ -57,7 +57,7 @@ class PackedStates:
         if spilled:
             self._quantize(recent[:, :, :spilled])
         recent = recent[:, :, spilled:]
-        # Cloned, since a slice would keep the memory of quantized tokens, or of queries beside the keys, allocated.
+        # Cloned, since a slice keeps its whole tensor allocated: quantized tokens, or queries next to the keys.
         is_slice = spilled or (not torch.compiler.is_compiling() and recent.untyped_storage().nbytes() > recent.nbytes)
         self.recent = recent.clone() if is_slice else recent
 
@@ -222,8 +222,11 @@ class PackedLayer(CacheLayerMixin):
         """Forget the newest -`tokens_to_remove` tokens; transformers passes a negative number."""
         if tokens_to_remove > 0:
             raise UsageError(f"crop expects the negative number of tokens to forget, got {tokens_to_remove}")
-        self.stored_keys.crop(-tokens_to_remove)
-        self.stored_values.crop(-tokens_to_remove)
+        self._forget_newest(-tokens_to_remove)
+
+    def _forget_newest(self, tokens: int) -> None:
+        self.stored_keys.crop(tokens)
+        self.stored_values.crop(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._replace_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)))

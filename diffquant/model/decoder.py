@@ -152,7 +152,7 @@ class Decoder(PreTrainedModel):
         if position_ids is not None and attention_mask is None and held is None:
             mask = packed_sequence_mask(position_ids) or mask
         states: list[Tensor] | None = [] if output_hidden_states else None
-        # If the recipe quantizes the cache, attention reads dequantized K and V even if the caller wants no cache.
+        # If the recipe quantizes the cache, attention reads dequantized K and V even without a cache.
         read = self.new_cache() if held is None and self.has_quantized_cache else held
         x = self.run_layers(x, mask, past, position_ids, read, states)
         if x.requires_grad and self.recipe.quantizes_any(*LAYER_TARGETS, "activations"):

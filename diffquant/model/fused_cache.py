@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from diffquant.errors import UsageError
 from diffquant.family.heads import repeat_noise_heads
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
@@ -78,16 +77,14 @@ class FusedLayer(PackedLayer):
         self.store = None
         self.is_initialized = False
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest -`tokens_to_remove` tokens; transformers passes a negative number.
+    def _forget_newest(self, tokens: int) -> None:
+        """Forget tokens.
 
         Raises:
-            UsageError: the number is positive, or a packed block whose tokens share scales would be split.
+            UsageError: a packed block whose tokens share scales would be split.
         """
-        if tokens_to_remove > 0:
-            raise UsageError(f"crop expects the negative number of tokens to forget, got {tokens_to_remove}")
         if self.store:
-            self.store.crop(-tokens_to_remove)
+            self.store.crop(tokens)
 
     def _replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.store:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # State passed between layers, such as hidden states.
 State = TypeVar("State")
 
-# Largest number of tokens per forward pass of a layer, unless a caller knows a better one.
+# Largest number of tokens per forward pass of a layer, unless the caller passes another number.
 BATCH_TOKENS = 4096
 # Number of logits computed at once, so that blocks fit in a CPU's cache.
 _BLOCK_ENTRIES = 1 << 21

@@ -158,7 +158,7 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
         unclear = [f"{name} {list(tensors[name].shape)}" for name in find_ambiguous_experts(tensors) if name in chosen]
         if unclear:
             raise CheckpointError(
-                f"the matrices of experts in {source.path} are square, and no tensor beside them shows whether they "
+                f"the matrices of experts in {source.path} are square, and no other tensor shows whether they "
                 f"are stored [out, in] or [in, out], so they could be packed along the wrong axis: "
                 f"{first_few(unclear, ', ')}; leave them unquantized with {option_name('keep', 'PATTERN')}, or "
                 f"write each expert as a separate matrix [out, in]"

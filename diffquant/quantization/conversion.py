@@ -41,6 +41,7 @@ from diffquant.checkpoints.row_stream import (
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.writer import OutputTensor
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.family.call import dtype_name
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.blocks import Shape
 from diffquant.quantization.descriptions import converted_card
@@ -101,7 +102,7 @@ class ConversionResult(PrintableResult):
 
 def _rounding_note(dtype: torch.dtype, error: float) -> str:
     """Return text to append to "the same function" if weights were rounded, else ""."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return f" except for weights rounded to {name} (relative RMS error {error:.2%})" if error > _FLOAT32_ERROR else ""
 
 
@@ -158,8 +159,7 @@ def convert(
         factors, read = find_factors(opened, to, text, progress)
     origins = {name: find_origin(to, opened, target, name, factors) for name in target.source_shapes()}
     written = dtype or checkpoint.output_dtype("model.embed_tokens.weight")
-    dtype_name = str(written).removeprefix("torch.")
-    config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
+    config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name(written)}
     # Lets a command that rounds these weights warn about it, and `fidelity` name every text that shaped them.
     this = f"{to} on {read['tokens']:,} tokens of a text with digest {read['text']}" if read else None
     scaled_on = ", then ".join(filter(None, (checkpoint.scaled_on, this)))

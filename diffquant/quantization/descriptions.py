@@ -12,6 +12,7 @@ from diffquant.checkpoints.reader import Checkpoint
 from diffquant.checkpoints.side_files import format_front_matter
 from diffquant.checkpoints.source import Source
 from diffquant.checkpoints.weight_source import WeightSource, modules_to_ignore
+from diffquant.family.call import dtype_name
 from diffquant.quantization.engine_folder import config_for_engines, write_modelling_file
 from diffquant.quantization.foreign_code import describe_removed_code, remove_code_entries
 from diffquant.quantization.plan import QuantizationPlan
@@ -229,7 +230,7 @@ def write_descriptions(
     """
     recorded = plan.recipe.to_config()
     if plan.run_dtype is not None:
-        recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
+        recorded["dtype"] = dtype_name(plan.run_dtype)
     if not plan.schemes and plan.checkpoint.earlier_format:
         # Lets a command that rounds these weights again warn about it.
         recorded["rounded_as"] = plan.checkpoint.earlier_format

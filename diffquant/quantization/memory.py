@@ -60,17 +60,13 @@ class MemoryPlan(PrintableResult):
     def fits(self) -> bool:
         return self.peak <= self.memory
 
-    @property
-    def _inputs(self) -> str:
-        """Text behind the weights' scheme about the inputs of Linears."""
-        inputs = self.recipe.rounding_texts("activations")
-        return f", activations {' or '.join(inputs)}" if inputs else ""
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recipe": self.recipe.to_dict(), "peak": self.peak, "fits": self.fits}
 
     def __str__(self) -> str:
         what = "fits" if self.fits else "DOES NOT FIT"
+        activations = self.recipe.rounding_texts("activations")
+        inputs = f", activations {' or '.join(activations)}" if activations else ""
         without = "the weights alone do not fit"
         if self.weights <= self.memory:
             without = "no token fits in addition to the weights"
@@ -80,7 +76,7 @@ class MemoryPlan(PrintableResult):
             [
                 f"{what}: {one_line(self.model)}",
                 f"  takes    {format_size(self.peak):>12}  of {format_size(self.memory)}, {self.where}",
-                f"  weights  {format_size(self.weights):>12}  {self.recipe.weights}{self._inputs}",
+                f"  weights  {format_size(self.weights):>12}  {self.recipe.weights}{inputs}",
                 f"  cache    {format_size(self.cache):>12}  k {self.recipe.k}, v {self.recipe.v}; "
                 f"{self.batch} x {self.context:,} tokens",
                 f"  work     {format_size(self.work):>12}  one layer dequantized, and logits",
@@ -121,10 +117,9 @@ def plan_memory(source: Source, recipe: Recipe | None, context: int, batch: int,
 def _cache_bytes(source: Source, recipe: Recipe, tokens: int, batch: int) -> int:
     """Return the bytes of all layers' KV cache after this many tokens, and of recurrent states."""
     architecture, total = source.architecture, 0
-    alike: dict[Any, int] = {}
+    alike: dict[str, int] = {}
     for layer, rows in architecture.cached_shapes.items():
-        kind = (rows, recipe.at_layer(layer))
-        key = repr(kind)
+        key = repr((rows, recipe.at_layer(layer)))
         if key not in alike:
             ranges = {
                 f"layers.{layer}.{target}": torch.ones(shape, device="meta")

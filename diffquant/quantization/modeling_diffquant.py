@@ -77,15 +77,15 @@ class DiffConfig(PreTrainedConfig):
         for name, value in settled.items():
             setattr(self, name, dict(value) if isinstance(value, dict) else value)
         self.settled_here = [name for name in settled if name not in kwargs and name not in self.__dataclass_fields__]
-        # What the format of the checkpoint says in words of its own is settled, too.
+        # `diff_model` also replaces the rotary settings of the checkpoint's format.
         super().__post_init__(**{name: value for name, value in kwargs.items() if name not in (*settled, *_ROTARY)})
         if self.diff_model is not None:
             heads = PlainHeads(self.diff_model["attention"])
             self.head_dim = heads.width
             self.num_key_value_heads = heads.kv_pairs * heads.cuts
             self.num_attention_heads = self.num_key_value_heads * heads.group
-            # Column shards would part the maps of a pair where a projection has all signal heads first, and the gate
-            # whose means PolyNorm takes.
+            # Sharding columns would separate the maps of a pair if a projection has all signal heads first, and
+            # would split the gate, over which PolyNorm takes means.
             if heads.are_in_halves or self.hidden_act == "poly_norm":
                 self.base_model_tp_plan = None
 
@@ -97,7 +97,7 @@ class DiffConfig(PreTrainedConfig):
         return {name: value for name, value in data.items() if name not in dropped} | stated
 
 
-# Its parameters stand in a checkpoint under mlp.act_fn, and Llama's MLP takes its activation from here.
+# Llama's MLP finds its activation in ACT2FN; checkpoints store the parameters under mlp.act_fn.
 class PolyNorm(nn.Module):
     """w0·n(x³) + w1·n(x²) + w2·n(x) + b, where n(z) = z / √(mean(z²) + 1e-6) over the last axis (arXiv 2411.03884)."""
 
@@ -151,7 +151,7 @@ class PlainHeads:
         groups = signal.unflatten(-2, (kv_pairs, self.signals))
         if noise is not None:
             groups = torch.cat([groups, noise.unflatten(-2, (kv_pairs, self.noises))], 3)
-        # Once for each cut of the values.
+        # Queries are repeated for each cut of the values.
         return groups.unsqueeze(3).expand(-1, -1, -1, self.cuts, -1, -1).flatten(2, 4).transpose(1, 2)
 
     def keys(self, projected: Tensor, rotary: Rotary) -> Tensor:
@@ -209,7 +209,7 @@ class DiffAttention(nn.Module):
         spec = config.diff_model["attention"]
         self.config, self.layer_idx, self.spec = config, layer_idx, spec
         self.heads = PlainHeads(spec)
-        # What attention functions ask of a module.
+        # Attributes that attention functions read.
         self.head_dim, self.scaling = self.heads.width, self.heads.key_width**-0.5
         self.num_key_value_groups, self.attention_dropout, self.is_causal = self.heads.group, 0.0, True
         width, bias, heads = config.hidden_size, config.attention_bias, self.heads
@@ -221,7 +221,7 @@ class DiffAttention(nn.Module):
         self.add_module(spec["output"], nn.Linear(heads.pairs * heads.value_width, width, bias=bias))
         if spec["lam"] == "exp":
             for name in _VECTORS:
-                # As the paper's are before any training: of zeros no gradient would reach another one.
+                # Initialized as in the paper; vectors of zeros would have no gradient.
                 self.register_parameter(name, nn.Parameter(0.1 * torch.randn(heads.key_width)))
         elif heads.has_noise:
             self.lambda_proj = nn.Linear(width, heads.pairs * (2 if spec["lam"] == "two-gates" else 1), bias=False)
@@ -246,7 +246,7 @@ class DiffAttention(nn.Module):
         if past_key_values is not None:
             if cache is not None:
                 # compressed-tensors rounds keys and values for a `kv_cache_scheme` and passes them on to a cache, which
-                # it looks for by the older name alone.
+                # it finds only under the older name.
                 past_key_values.add_past_key_values(cache)
             keys, values = past_key_values.update(keys, values, self.layer_idx)
         elif cache is not None:
@@ -298,7 +298,7 @@ class DiffModel(LlamaModel):
     _can_record_outputs = LlamaModel._can_record_outputs | {"attentions": DiffAttention}
 
     def __init__(self, config: DiffConfig) -> None:
-        # A plain head can be wider than what is rotated, which Llama's angles go by.
+        # Llama computes angles for heads of `head_dim`, but the rotated part of a plain head can be narrower.
         width, config.head_dim = config.head_dim, PlainHeads(config.diff_model["attention"]).key_width
         super().__init__(config)
         self.rotary_emb.config = copy(config)

@@ -57,7 +57,7 @@ class Motif3Config(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.sliding_window is not None:
             self.sliding_window += 1
-        # `rope_parameters` holds what these do.
+        # `rope_parameters` contains their values.
         super().__post_init__(**{name: x for name, x in kwargs.items() if name not in ("rope_theta", "rope_scaling")})
 
     @property
@@ -83,7 +83,7 @@ class StreamGates(nn.Module):
         self.rounds, self.largest_write = config.mhc_sinkhorn_iters, 1 + config.mhc_h_post_alpha_end
         self.rms_norm = LlamaRMSNorm(width, _EPS)
         for name, shape in (("pre", (streams,)), ("post", (streams,)), ("res", (streams, streams))):
-            # No Linear, which config.json would have to name as unpacked.
+            # Not a Linear, which config.json would have to list as unpacked.
             weight = nn.Parameter(config.initializer_range * torch.randn(math.prod(shape), width))
             self.add_module(f"proj_{name}", nn.ParameterDict({"weight": weight}))
             self.register_parameter(f"alpha_{name}", nn.Parameter(torch.zeros(1)))
@@ -119,12 +119,12 @@ class Motif3Attention(nn.Module):
         super().__init__()
         self.config, self.layer_idx, self.layer_type = config, layer_idx, config.layer_types[layer_idx]
         self.groups, self.value_width = config.num_key_value_heads, config.v_head_dim
-        # Widths of a head's channels without and with positions, and of what a token's keys and values come from.
+        # Widths of a head's channels without and with positions; of a token's latent and its keys with positions.
         self.key_widths = [config.head_dim - config.qk_rope_head_dim, config.qk_rope_head_dim]
         self.latent_widths = [config.kv_lora_rank, config.qk_rope_head_dim]
         is_stretched = self.layer_type == _FULL and config.max_position_embeddings > config.original_seq_len
         stretch = 0.1 * config.mscale * math.log(config.rope_factor) + 1 if is_stretched else 1.0
-        # What attention functions ask of a module.
+        # Attributes that attention functions read.
         self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5 * stretch**2
         self.num_key_value_groups = config.num_attention_heads // self.groups
         self.attention_dropout, self.is_causal = 0.0, True
@@ -235,12 +235,12 @@ class PackedExperts(nn.Module):
         one = nn.Linear(shape[2], shape[1], bias=False, device="meta")
         initialize_module_for_quantization(one, scheme, force_zero_point=False)
         for name, part in self.compressor.compress(dict(one.named_parameters()), scheme).items():
-            # One of each expert, but one tensor scale and one shape, of three numbers, of all.
+            # One of each per expert; the tensor scale and the shape, three numbers, are shared.
             stored = (3,) if name == "weight_shape" else (shape[0], *part.shape) if part.ndim == 2 else part.shape
             self.register_parameter(name, nn.Parameter(torch.empty(stored, dtype=part.dtype), requires_grad=False))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # compressed-tensors 0.17 takes every module that a pattern names for a Linear, and initializes it by this.
+        # compressed-tensors 0.17 sets this on every module that a pattern matches, and initializes it as a Linear.
         if name != "quantization_scheme":
             super().__setattr__(name, value)
 
@@ -356,7 +356,7 @@ class Rotaries(nn.ModuleDict):
 
 
 class Motif3PreTrainedModel(Qwen2PreTrainedModel):
-    """What transformers asks of both models."""
+    """What both models declare to transformers."""
 
     config_class = Motif3Config
     # Values are narrower than keys, and experts depend on data.

@@ -201,7 +201,7 @@ def make_window_mask(valid: Tensor, has_padding: bool, length: int, window: int 
     if window is not None and has_padding:
         newest = valid & (places > places[:, -1:] - (window - 1))
         kept = int((keys - newest.int().argmax(1)).max())
-    # Softmax needs a key, also for padding.
+    # Softmax needs at least one key, even for padding.
     return (mask | (positions == new))[:, None], kept
 
 
@@ -211,7 +211,7 @@ class DiffMaps(nn.Module):
     def __init__(self, config: SambaYConfig, layer: int) -> None:
         super().__init__()
         for name in _VECTORS:
-            # As the paper's are before any training: of zeros no gradient would reach another one.
+            # Initialized as in the paper; vectors of zeros would have no gradient.
             self.register_parameter(name, nn.Parameter(0.1 * torch.randn(config.head_dim)))
         self.subln = LlamaRMSNorm(2 * config.head_dim, 1e-5)
         self.lam_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
@@ -222,7 +222,7 @@ class DiffMaps(nn.Module):
         signal = scaled_dot_product_attention(q[:, 0::2], k[:, 0::2], v, **own).float()
         noise = scaled_dot_product_attention(q[:, 1::2], k[:, 1::2], v, **own).float()
         q1, k1, q2, k2 = (getattr(self, name).float() for name in _VECTORS)
-        # Under autocast products of vectors would be bfloat16's.
+        # Under autocast, `@` would compute in bfloat16.
         lam = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lam_init
         pairs = self.subln(signal - lam * noise) * (1 - self.lam_init)
         return pairs.to(v.dtype).transpose(1, 2).flatten(2)
@@ -314,7 +314,7 @@ def normalize(norm: nn.LayerNorm, x: Tensor) -> Tensor:
 
 
 class SambaYPreTrainedModel(LlamaPreTrainedModel):
-    """What transformers asks of both models: they compute attention themselves, and do not return to earlier tokens."""
+    """What both models declare: they compute attention themselves and cannot go back to earlier tokens."""
 
     config_class = SambaYConfig
     _is_stateful = True

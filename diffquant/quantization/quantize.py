@@ -94,8 +94,8 @@ class QuantizationResult(PrintableResult):
     rounding: str
     notes: tuple[str, ...] = ()
 
-    def summary(self, worst: int = 3) -> str:
-        """Return a summary of a few lines, with the `worst` weights of largest error."""
+    def summary(self) -> str:
+        """Return a summary of a few lines, with the three weights of largest error."""
         lines = [
             f"{one_line(str(self.destination))}: {compare_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s"
@@ -107,7 +107,7 @@ class QuantizationResult(PrintableResult):
                 f"{len(self.errors)} weights packed at {self.packed_bits:.2f} stored bits each by {self.rounding}, "
                 f"relative RMS error {mean:.2%} on average; the largest:"
             )
-            lines += [f"  {e.error:.2%}  {one_line(e.name)}  {e.scheme}" for e in self.errors[:worst]]
+            lines += [f"  {e.error:.2%}  {one_line(e.name)}  {e.scheme}" for e in self.errors[:3]]
         return "\n".join([*lines, *self.notes])
 
 

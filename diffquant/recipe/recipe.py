@@ -1,6 +1,6 @@
 """`Recipe`: how a model is quantized, as a scheme for each target, overrides by name, and a rounding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -274,23 +274,6 @@ class Recipe:
     def is_static(self, target: str) -> bool:
         """Return whether any layer has calibrated scales for a target: "k", "v" or "logits"."""
         return any(scheme.sharing.is_static for scheme in self.schemes_of(target))
-
-    def check_layers(self, layers: Mapping[str, Sequence[int]]) -> None:
-        """Check that every override of one of `LAYER_TARGETS` matches a layer.
-
-        Args:
-            layers: 0-based indices of the layers that have each target, by target.
-
-        Raises:
-            UsageError: an override matches no layer; the message lists all of these overrides.
-        """
-        names = [layer_target_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
-        patterns = [pattern for pattern in self.overrides if target_of(pattern) in LAYER_TARGETS]
-        unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
-        if unmatched:
-            raise UsageError(
-                f"overrides {', '.join(map(repr, unmatched))} match no layer; the model has {names[0]} to {names[-1]}"
-            )
 
     def _scheme_of(self, target: str, name: str) -> Scheme:
         matches = (s for p, s in self.overrides.items() if target_of(p) == target and fnmatchcase(name, p))

@@ -1,6 +1,7 @@
 """The targets of a recipe, and the schemes that each supports."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from diffquant.errors import UsageError
 from diffquant.recipe.numbers.formats import FORMATS
@@ -34,6 +35,25 @@ def layer_target_name(target: str, layer: int) -> str:
     For example, it is "model.layers.3.self_attn.k" for target "k" and layer 3.
     """
     return f"model.layers.{layer}.self_attn.{target}"
+
+
+def check_layer_overrides(patterns: Iterable[str], layers: Mapping[str, Sequence[int]]) -> None:
+    """Check that every pattern for one of `LAYER_TARGETS` matches a layer of a model.
+
+    Args:
+        patterns: patterns of a recipe's overrides.
+        layers: 0-based indices of the layers that have each target, by target.
+
+    Raises:
+        UsageError: patterns match no layer; the message lists all of them.
+    """
+    names = [layer_target_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
+    of_layers = [pattern for pattern in patterns if target_of(pattern) in LAYER_TARGETS]
+    unmatched = [pattern for pattern in of_layers if not any(fnmatchcase(name, pattern) for name in names)]
+    if unmatched:
+        raise UsageError(
+            f"overrides {', '.join(map(repr, unmatched))} match no layer; the model has {names[0]} to {names[-1]}"
+        )
 
 
 def parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:

@@ -43,7 +43,7 @@ from diffquant.serving.server import Implementation, ServerPlan, server_environm
 from diffquant.serving.vllm import TESTED, check_installed, find_untested_vllm
 from diffquant.support.names import first_few, option_name
 
-# Hides from vLLM how weights are packed that `ServedDecoder` unpacks, as vLLM does not know the layout.
+# Hides the packed layout from vLLM, which does not support it; `ServedDecoder` unpacks such weights.
 WITHOUT_PACKING = {"quantization_config": None}
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -57,7 +57,7 @@ def check_no_special_files(folder: Path) -> None:
         try:
             check_regular_file(file)
         except OSError as error:
-            # Broken and circular links do not block; whoever follows one reports it.
+            # Broken and circular links do not block; opening one reports it.
             if error.errno not in (errno.ENOENT, errno.EISDIR, errno.ELOOP):
                 raise
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from diffquant.support.names import find_duplicates, first_few
 
-# An object that JSON can write, whose reader knows its fields.
+# A JSON object; the code that reads it defines its fields.
 JsonObject = dict[str, Any]
 
 

@@ -11,7 +11,7 @@ from unicodedata import east_asian_width
 
 from diffquant.support.terminal import one_line, terminal_width
 
-# Called with the work done, all of the work (same unit) and a few words about what is under way.
+# Called with the work done, all of the work (same unit) and a few words about the current step.
 Progress = Callable[[float, float, str], None]
 
 _SECONDS_BETWEEN_LOG_LINES = 60.0

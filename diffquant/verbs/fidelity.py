@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diffquant.checkpoints.source import Source
+    from diffquant.measure.fidelity.models import ComparedModel
     from diffquant.measure.fidelity.result import Fidelity
-    from diffquant.measure.fidelity.sides import ComparedModel
 
 CONTEXT = 512
 # Number of characters of a text that are read by default.
@@ -148,7 +148,7 @@ def _is_unquantized(source: "Source") -> bool:
 
 def _open(place: str, top_k: int, dtype: str, device: str) -> "ComparedModel":
     from diffquant.measure.fidelity.base_file import BaseFile
-    from diffquant.measure.fidelity.sides import ServedModel
+    from diffquant.measure.fidelity.served import ServedModel
 
     if place.startswith(_SERVERS):
         return ServedModel(place, top_k)
@@ -170,7 +170,7 @@ def _is_base_file(file: Path) -> bool:
 def _model(path: Path, dtype: str, device: str) -> "ComparedModel":
     """Open a checkpoint or an exported folder."""
     from diffquant.checkpoints.source import open_source
-    from diffquant.measure.fidelity.sides import LocalModel
+    from diffquant.measure.fidelity.models import LocalModel
     from diffquant.measure.torch_model import TorchModel
     from diffquant.onnx.targets import runtime_of
     from diffquant.quantization.loading import load

@@ -46,7 +46,7 @@ def stream(
     end = model.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]
     made = _TokenQueue()
-    # transformers would draw among the 50 likeliest tokens alone.
+    # By default, transformers draws only from the 50 likeliest tokens.
     drawn = {"do_sample": True, "temperature": to_logit_divisor(temperature), "top_k": 0}
     sampling = drawn if temperature else {"do_sample": False}
     failures: list[BaseException] = []

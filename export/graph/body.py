@@ -75,7 +75,7 @@ def contrib_text(attributes: AttentionAttributes, width: int, gates: Collection[
     if attributes.kv_bit_width:
         queries += "\n" + rope_and_clip_text("heads", attributes.kv_bit_width, bool(attributes.do_rotary))
         inputs = f"heads_turned, key_bounded, value_bounded, {cache}, , , , , , k_scale, v_scale"
-        # Written only if used: ONNX Runtime before 1.27 does not know them.
+        # Written only if used: ONNX Runtime before 1.27 does not support them.
         options["kv_cache_bit_width"] = attributes.kv_bit_width
         options["k_quant_type"] = options["v_quant_type"] = '"PER_CHANNEL"'
     else:

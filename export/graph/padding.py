@@ -1,4 +1,4 @@
-"""Padding: nodes that read an attention mask in transformers' form, one column per token, 0 for padding.
+"""Adds nodes for padding, given by an attention mask in transformers' form: one column per token, 0 for padding.
 
 Attention ops know only the length of each sequence, and expect its tokens before its padding. So a graph moves the
 tokens to the front, in order, and the hidden states that the head reads back to their columns. Positions, caches and

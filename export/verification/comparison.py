@@ -193,7 +193,7 @@ class Comparison:
             with session.explain_errors(IN_PLACE):
                 used = model
                 if session.is_as_exported:
-                    # The folder is opened once more, unchanged, as `diffquant run` opens it.
+                    # Opened again without changes, as `diffquant run` opens it.
                     used = OnnxModel(self.folder, self.threads, device=self.device, spins=False)
                 runs = run_last_positions(used, self._beginnings)
             yield RouteErrors(session.name, IN_PLACE, (), (), *logits_errors(runs))

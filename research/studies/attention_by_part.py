@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from diffquant.attention import backend_for
-from diffquant.attention.backends.blocks import attention_weights
 from diffquant.attention.registry import Backend
 from diffquant.checkpoints.source import Source, open_source
 from diffquant.checkpoints.texts import load_text, text_digest
@@ -43,6 +42,7 @@ from diffquant.support.files import check_distinct
 from diffquant.support.installation import provenance, versions
 from diffquant.support.progress import Progress, report_nothing
 from research.studies.needle_parts import PARTS, Prompt, make_prompt
+from tests.support.attention_weights import attention_weights
 
 # Shares of the weights' magnitudes, the weights as they are, and each map's own.
 SHARE, SIGNED, MAPS = "share", "signed", ("signal", "noise")

@@ -15,14 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_tensors import (
-    PACKED,
-    SCALE,
-    SHAPE,
-    list_packed_modules,
-    pack_weight,
-    unpack_weight,
-)
+from diffquant.checkpoints.compressed_tensors import PACKED, SCALE, SHAPE, list_packed_modules, unpack_weight
 from diffquant.errors import CheckpointError, GroupSizeError
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
@@ -30,6 +23,7 @@ from diffquant.recipe.scheme import Scheme
 from diffquant.support.files import write_atomically
 from research.train.models import KINDS, place
 from research.train.starts import Level, attention_parameters, config_of, new_model
+from tests.support.nearest_weights import pack_weight
 
 _VERSION = "1"
 

@@ -10,7 +10,6 @@ import torch
 
 from diffquant import Recipe, load
 from diffquant.attention import BACKENDS, attend
-from diffquant.attention.backends.blocks import attention_weights
 from diffquant.attention.logits import softmax_weights
 from diffquant.attention.operands import round_values
 from diffquant.errors import DiffQuantError, UsageError
@@ -18,6 +17,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.measure import can_pad_left, can_share_prefixes
 from diffquant.recipe.scheme import Scheme
+from tests.support.attention_weights import attention_weights
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 from tests.support.tables import in_one_test

@@ -6,13 +6,13 @@ import torch
 from diffquant import load
 from diffquant.attention import LogitMeter
 from diffquant.attention.backends import blocks
-from diffquant.attention.backends.blocks import attention_weights
 from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
+from tests.support.attention_weights import attention_weights
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 from tests.support.recorded_calls import record_calls

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from diffquant.checkpoints.compressed_config import quantization_config, read_schemes
 from diffquant.checkpoints.compressed_targets import pick_targets
-from diffquant.checkpoints.compressed_tensors import pack_weight, packed_shapes, unpack_weight, weight_codes
+from diffquant.checkpoints.compressed_tensors import packed_shapes, unpack_weight, weight_codes
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.absmax import max_code
 from diffquant.recipe.scheme import Scheme
+from tests.support.nearest_weights import pack_weight
 from tests.support.tables import in_one_test
 
 SCHEMES = ["4:g32", "6:row", "8:tensor", "4:g16", "6:g32", "3:row", "2:tensor"]

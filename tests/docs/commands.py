@@ -7,17 +7,13 @@ from pathlib import Path
 
 import typer
 
-from diffquant.verbs import GROUPS
 from diffquant.verbs.cli import app
-from diffquant.verbs.cli.command import command_name
-from diffquant.verbs.cli.options import former_names
 
 ROOT = Path(__file__).parents[2]
 # Pages whose commands a user types.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES.append(ROOT / "diffquant/data/pocket/README.md")
+PAGES += [ROOT / name for name in ("diffquant/data/pocket/README.md", "research/README.md", "research/train/README.md")]
 COMMANDS = typer.main.get_command(app).commands
-VERBS = {command_name(verb): verb for group in GROUPS.values() for verb in group}
 _BEGINNING = r"((?:diffquant|python -m (?:diffquant|research)[\w.]*|make) [^`\n]+)"
 _IN_BLOCK, _IN_SPAN = re.compile(rf"^(?:\$ )?{_BEGINNING}", re.MULTILINE), re.compile(f"`{_BEGINNING}`")
 
@@ -46,7 +42,6 @@ def fault_of(call):
     if words[1] not in COMMANDS:
         return f"there is no command {words[1]}"
     names = [name for option in COMMANDS[words[1]].params for name in (*option.opts, *option.secondary_opts)]
-    names += [f"--{former}" for former in former_names(VERBS[words[1]])]
     options = [word.partition("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)]
     unknown = [option for option in options if option not in (*names, "--help")]
     return f"{words[1]} has no {', '.join(unknown)}" if unknown else None

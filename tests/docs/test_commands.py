@@ -17,4 +17,5 @@ def test_commands_that_there_are_not_are_named():
     assert fault_of("diffquant inspect MODEL --everything -o x") == "inspect has no --everything, -o"
     assert fault_of("python -m diffquant.nothing") == "there is no module diffquant.nothing"
     assert fault_of("make nothing") == "there is no target nothing"
-    assert fault_of("diffquant sweep A B -o out --bits 8,6 --task needle:4") is None
+    assert fault_of("diffquant sweep A B -o out --bits 8,6 --tasks needle:4") is None
+    assert fault_of("diffquant sweep A -o out --task needle:4") == "sweep has no --task"

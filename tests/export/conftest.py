@@ -41,7 +41,8 @@ def library():
 @pytest.fixture(params=("plain", "avx2", "avx512"))
 def kernel(request, library):
     """Path of the native library, which uses each instruction set of this machine in turn."""
-    from diffquant.onnx.native import attention_instruction_set, use_attention_kernel
+    from diffquant.onnx.native import attention_instruction_set
+    from tests.support.native_kernels import use_attention_kernel
 
     best = attention_instruction_set()
     if not use_attention_kernel(request.param):

@@ -10,13 +10,13 @@ import pytest
 
 from diffquant.errors import UsageError
 from diffquant.onnx.graph.op import AttentionAttributes
-from diffquant.onnx.native import matmul_instruction_set
 from tests.export.test_matmul import inputs as matmul_inputs
 from tests.export.test_matmul import matmul_model
 from tests.support import attention_cases, head_cases
 from tests.support.attention_cases import Case
 from tests.support.head_cases import HeadCase
 from tests.support.native_cases import inputs_of, past_of, session
+from tests.support.native_kernels import matmul_instruction_set
 from tests.support.tables import in_one_test
 
 # Where 32 and 64 bits end, and numbers of which the product of two or three is 0 in 64 bits, or beyond them.

@@ -136,7 +136,7 @@ def test_ranges_that_do_not_serve_the_cache_are_refused(source, tmp_path, change
 
 
 def test_calibration_on_prose_needs_a_tokenizer(source):
-    with pytest.raises(UsageError, match=r"(?s)calibrated on text.*put the tokenizer's files beside the weights"):
+    with pytest.raises(UsageError, match=r"(?s)calibrated on text.*put tokenizer files into"):
         calibrate_cache(source)
 
 

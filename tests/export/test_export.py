@@ -11,7 +11,6 @@ from onnx import numpy_helper
 from transformers import DiffLlamaForCausalLM
 
 import diffquant
-from diffquant.checkpoints.compressed_tensors import pack_weight
 from diffquant.checkpoints.opening import open_checkpoint
 from diffquant.checkpoints.source import open_source
 from diffquant.model.adapters import adapter_for
@@ -27,6 +26,7 @@ from diffquant.recipe.scheme import Scheme
 from tests.support.checkpoints import SIZES, SOURCES, write_checkpoint
 from tests.support.exports import export_to
 from tests.support.models import random_ids
+from tests.support.nearest_weights import pack_weight
 from tests.support.stacks import rows_of
 from tests.support.tables import in_one_test
 from tests.support.thorough import sampled

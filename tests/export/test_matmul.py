@@ -12,10 +12,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from diffquant.onnx.graph.op import CONTRIB
 from diffquant.onnx.graph.ops import matmul_function
-from diffquant.onnx.native import count_matmul_calls, matmul_instruction_set
 from diffquant.onnx.native.build import SOURCES, find_compiler
 from diffquant.onnx.options import DEFAULT_OPSET, IR_VERSION
 from diffquant.onnx.runtime.session import session_options
+from tests.support.native_kernels import count_matmul_calls, matmul_instruction_set
 from tests.support.tables import in_one_test
 
 _MODELS = Path(__file__).parent / "intrinsics"

@@ -9,10 +9,10 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from diffquant.onnx.native import count_attention_calls
 from diffquant.recipe.scheme import Scheme
 from tests.support.attention_cases import Case, codes_in, expected, feed, on_a_lattice, one_node, quotients
 from tests.support.native_cases import inputs_of, native, past_of, session
+from tests.support.native_kernels import count_attention_calls
 from tests.support.tables import in_one_test
 
 ROPE = {1: "interleaved", 2: "half"}

@@ -13,10 +13,10 @@ from diffquant.errors import ToleranceError
 from diffquant.onnx import ExportOptions, export, verify
 from diffquant.onnx.graph.op import CONTRIB
 from diffquant.onnx.native import build as native_build
-from diffquant.onnx.native import count_attention_calls
 from diffquant.onnx.native.build import LIBRARY, SOURCES, build, find_compiler
 from diffquant.onnx.verification import arithmetic, passages
 from diffquant.recipe import Recipe
+from tests.support.native_kernels import count_attention_calls
 from tests.support.planted import (
     LAYER,
     PlantedExport,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from diffquant.onnx.native import count_attention_calls
 from tests.support.attention_cases import codes_in
 from tests.support.head_cases import HeadCase, feed
 from tests.support.native_cases import session
+from tests.support.native_kernels import count_attention_calls
 from tests.support.tables import in_one_test
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.compressed_tensors import pack_weight, unpack_weight
+from diffquant.checkpoints.compressed_tensors import unpack_weight
 from diffquant.recipe.numbers.absmax import max_code
 from diffquant.recipe.scheme import Scheme
 from tests.fuzz.program import run
+from tests.support.nearest_weights import pack_weight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCHEMES = tuple(f"{bits}:{granularity}" for bits, granularity in product(range(2, 9), ("tensor", "row", "g8", "g16")))

@@ -20,8 +20,9 @@ from diffquant.checkpoints.texts import text_digest
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.measure.fidelity import compare_distributions
 from diffquant.measure.fidelity.base_file import BaseFile, write_base
+from diffquant.measure.fidelity.models import Distributions, divergence
 from diffquant.measure.fidelity.result import Fidelity
-from diffquant.measure.fidelity.sides import Distributions, ServedModel, divergence
+from diffquant.measure.fidelity.served import ServedModel
 from diffquant.quantization import smoothing
 from diffquant.support.progress import report_nothing
 from tests.support import tiny_lm

@@ -7,9 +7,8 @@ import pytest
 
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.findings import summarize_findings
 from diffquant.measure.sweep.grid import SweepOptions, list_points
-from diffquant.measure.sweep.outputs import sweep_report
+from diffquant.measure.sweep.outputs import summarize_findings, sweep_report
 from diffquant.measure.sweep.plot import list_panel_rows, plot
 from diffquant.measure.sweep.result import SweepResult, notes
 from diffquant.reports.page import render_page

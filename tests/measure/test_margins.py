@@ -11,8 +11,8 @@ from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.results import ITEMS as ITEMS_COLUMNS
 from diffquant.measure.results import TaskResult
-from diffquant.measure.sweep.findings import summarize_findings
 from diffquant.measure.sweep.grid import SweepOptions
+from diffquant.measure.sweep.outputs import summarize_findings
 from diffquant.measure.sweep.plot import list_panel_rows
 from diffquant.measure.sweep.result import json_rows
 from diffquant.measure.sweep.run import run_sweep

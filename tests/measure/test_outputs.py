@@ -11,9 +11,8 @@ from diffquant.measure.cells import Cell
 from diffquant.measure.results import ITEMS, TaskResult
 from diffquant.measure.stats import Difference, mean_interval, paired_difference, wilson_interval
 from diffquant.measure.sweep import plot as sweep_plot
-from diffquant.measure.sweep.findings import summarize_findings
 from diffquant.measure.sweep.grid import SweepOptions, list_points
-from diffquant.measure.sweep.outputs import sweep_report, write_outputs
+from diffquant.measure.sweep.outputs import summarize_findings, sweep_report, write_outputs
 from diffquant.measure.sweep.plot import list_panel_rows
 from diffquant.measure.sweep.result import SweepResult, csv_table, json_rows, read_sweep
 from diffquant.measure.sweep.run import run_sweep

@@ -14,7 +14,7 @@ from diffquant.checkpoints.source import open_source
 from diffquant.checkpoints.tokens import max_length
 from diffquant.errors import DiffQuantError, NonFiniteError, UsageError
 from diffquant.measure import can_pad_left, can_share_prefixes, scoring
-from diffquant.measure.fidelity.sides import LocalModel
+from diffquant.measure.fidelity.models import LocalModel
 from diffquant.measure.language_model import RequestEncoder
 from diffquant.measure.protocols import hellaswag
 from diffquant.measure.scoring import score, split_into_passes

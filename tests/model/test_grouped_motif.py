@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffquant import Recipe, load, quantize
-from diffquant.attention.backends.blocks import attention_weights
 from diffquant.calib.outlier_result import LOGITS
 from diffquant.calib.outliers import measure_magnitudes
 from diffquant.quantization.inspection import inspect_checkpoint
+from tests.support.attention_weights import attention_weights
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 from tests.support.recorded_calls import record_calls

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from diffquant.attention.logits import round_logits
 from diffquant.checkpoints.compressed_config import quantization_config, read_schemes
-from diffquant.checkpoints.compressed_tensors import pack_weight, unpack_weight
+from diffquant.checkpoints.compressed_tensors import unpack_weight
 from diffquant.checkpoints.source import open_source
 from diffquant.data import pocket_models
 from diffquant.errors import CheckpointError, UsageError
@@ -30,6 +30,7 @@ from diffquant.recipe.numbers.formats import FORMATS, NumberFormat, format_named
 from diffquant.recipe.numbers.simulation import logit_format
 from diffquant.recipe.scheme import Scheme
 from tests.support import tiny_lm
+from tests.support.nearest_weights import pack_weight
 from tests.support.tables import in_one_test
 
 READING = {"characters": 400, "window": 64, "stride": 32}

@@ -12,9 +12,8 @@ from diffquant.errors import NonFiniteError, UsageError
 from diffquant.measure.cells import Cell
 from diffquant.measure.results import TaskResult
 from diffquant.measure.stats import mean_interval
-from diffquant.measure.sweep.findings import summarize_findings
 from diffquant.measure.sweep.grid import SweepOptions, list_points
-from diffquant.measure.sweep.outputs import write_outputs
+from diffquant.measure.sweep.outputs import summarize_findings, write_outputs
 from diffquant.measure.sweep.result import SweepResult, json_rows
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.tasks import make_tasks, task_class_named

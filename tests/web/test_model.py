@@ -7,7 +7,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from diffquant.attention.backends.blocks import attention_weights
 from diffquant.attention.naive import naive
 from diffquant.data import books_text
 from diffquant.family.call import AttentionCall
@@ -16,6 +15,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.onnx import Generator
 from diffquant.onnx.runtime.session import OnnxModel
 from diffquant.recipe.scheme import FULL, Scheme
+from tests.support.attention_weights import attention_weights
 from tests.web.browser import needs_node, node
 
 pytestmark = needs_node

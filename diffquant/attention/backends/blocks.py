@@ -6,11 +6,9 @@ The backend "blocks" serves calls that no library kernel supports. "simulated" q
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from diffquant.attention.logits import (
     largest_magnitudes,
@@ -31,29 +29,7 @@ from diffquant.recipe.numbers.absmax import computing_dtype
 _BLOCK_ENTRIES = 1 << 21
 
 
-def attention_weights(call: AttentionCall, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Compute the attention weights of each map, and the combined weights of values, for queries from `first` on.
-
-    Args:
-        call: any call; nothing is added to its meter.
-        first: index of the first query to return. Earlier queries are computed only if they share quantization scales
-            with later ones.
-
-    Returns:
-        combined weights of values, [B, h, T - first, S]: g·map 1 - λ·map 2, or the only map.
-        softmax of each map, [maps, B, h, T - first, S]. Noise maps that pairs share are repeated for each pair.
-    """
-    call = replace(call, meter=None)
-    weights, maps = [], []
-    for rows, block in iterate_softmax_blocks(call, first):
-        skipped = slice(max(first - rows.start, 0), None)
-        maps.append(torch.stack([repeat_noise_heads(x, call.pairs) for x in block])[..., skipped, :])
-        weights.append(combine_maps(call, block, rows)[..., skipped, :])
-    whole, whole_maps = ([pad(x, (0, call.key_count - x.shape[-1])) for x in blocks] for blocks in (weights, maps))
-    return torch.cat(whole, -2), torch.cat(whole_maps, -2)
-
-
-def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice, list[Tensor]]]:
+def iterate_softmax_blocks(call: AttentionCall) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield the softmax of each map by blocks of queries, with logits and weights quantized as the call requires.
 
     If queries share a scale (granularity tensor, map, head or pair), the logits are computed twice: first for their
@@ -61,16 +37,16 @@ def iterate_softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tupl
 
     Yields:
         The slice of a block's R queries, and one tensor per map over the S' leading keys that these queries may see:
-        [B, h, R, S'], or [B, n, R, S'] for n noise heads that pairs share. The first block may begin before `first`.
+        [B, h, R, S'], or [B, n, R, S'] for n noise heads that pairs share.
     """
     if rounds_maps_jointly(call.logits):
         call = call.expand_noise()
     logits = call.logits
     shared = None
     if logits.sharing.spans_rows:
-        by_block = [largest_magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call, 0)]
+        by_block = [largest_magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call)]
         shared = [torch.stack(map_magnitudes).amax(0) for map_magnitudes in zip(*by_block, strict=True)]
-    for rows, coded, visible in _coded_blocks(call, first):
+    for rows, coded, visible in _coded_blocks(call):
         rounded = round_call_logits(call, coded, visible, shared, is_first=not rows.start)
         yield rows, [softmax_weights(x, visible, call.p) for x in rounded]
 
@@ -93,14 +69,14 @@ def multiply_grouped(x: Tensor, y: Tensor) -> Tensor:
     return product.view(batch, heads, length, y.shape[-1])
 
 
-def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list[Tensor], Tensor | None]]:
-    """Yield blocks of queries from `first` on: their slice, the logits to quantize, and the mask of visible keys."""
+def _coded_blocks(call: AttentionCall) -> Iterator[tuple[slice, list[Tensor], Tensor | None]]:
+    """Yield blocks of queries: their slice, the logits to quantize, and the mask of visible keys."""
     dtype, scheme = computing_dtype(call.v), call.logits
     q, k = ([x.to(dtype) for x in maps] for maps in (call.q, call.k))
     batch, heads, length, _ = q[0].shape
     tile = scheme.sharing.block_size or 1
     size = max(_BLOCK_ENTRIES // (batch * heads * len(q) * call.key_count) // tile, 1) * tile
-    for start in range(first // tile * tile, length, size):
+    for start in range(0, length, size):
         rows = slice(start, min(start + size, length))
         end = call.mask.visible_end(rows, length, call.key_count)
         visible = call.mask.dense_rows(rows, length, call.key_count, call.v.device)

@@ -61,7 +61,7 @@ def flash_attn(call: AttentionCall) -> Tensor:
     from flash_attn import flash_attn_func
 
     def one_map(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        # flash-attn wants [B, length, heads, width]; its causal mask is right-aligned like ours.
+        # flash-attn takes [B, length, heads, width]; its causal mask is right-aligned like ours.
         by_token = (x.transpose(1, 2) for x in (queries, keys, values))
         out: Tensor = flash_attn_func(*by_token, softmax_scale=call.scale, causal=True)
         return out.transpose(1, 2)
@@ -160,7 +160,7 @@ def _free_bytes(device: torch.device) -> int:
 def _has_flash_attn() -> bool:
     """Return whether the flash-attn package is installed; cached, since every layer checks it at every step."""
     spec = find_spec("flash_attn")
-    # flash-attn-4 alone makes `flash_attn` a namespace without the function, and without a file.
+    # With only flash-attn-4 installed, `flash_attn` is a namespace package: it has no file and not the function.
     return spec is not None and spec.origin is not None
 
 

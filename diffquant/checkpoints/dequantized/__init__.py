@@ -67,7 +67,7 @@ class QuantizedMatrices:
     note: str = ""
 
 
-# (quantization_config, the folder) -> its contents, or None for a folder whose packed weights are read as they are.
+# (quantization_config, the folder) -> its contents, or None for a folder whose weights are read packed.
 Layout = Callable[[Mapping[str, Any], Checkpoint], QuantizedMatrices | None]
 LAYOUTS: dict[str, Layout] = {}
 

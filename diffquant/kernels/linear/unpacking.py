@@ -2,8 +2,8 @@
 
 Bits of a code in the low mantissa bits of 1024 (float16) or 128 (bfloat16) represent that number plus the code, so a
 mask and a fused multiply-add unpack two codes. bfloat16 has 7 mantissa bits, so the highest of 8 bits is applied in a
-separate addend. Triton would unpack values one by one, hence the inline PTX. The interpreter cannot run PTX and uses
-ordinary operations.
+separate addend. Triton would unpack values one by one, so this is inline PTX. The interpreter cannot run PTX and
+uses ordinary operations.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"

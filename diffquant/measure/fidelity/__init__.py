@@ -11,7 +11,7 @@ from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.source import Source
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.fidelity.base_file import count_scored_positions, write_base
-from diffquant.measure.fidelity.sides import ComparedModel, Distributions, divergence
+from diffquant.measure.fidelity.models import ComparedModel, Distributions, divergence
 from diffquant.quantization.roundings import rounding_named
 from diffquant.support.progress import Progress
 

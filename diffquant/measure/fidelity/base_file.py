@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.measure.fidelity.sides import ComparedModel, Distributions
+from diffquant.measure.fidelity.models import ComparedModel, Distributions
 from diffquant.support.files import check_regular_file, replace_atomically
 from diffquant.support.plain_data import JsonObject
 

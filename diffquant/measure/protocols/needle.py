@@ -241,7 +241,7 @@ def _fill(
     asked: Sequence[tuple[str, str]],
     others: Sequence[tuple[str, str]],
 ) -> list[str]:
-    """Take sentences in order, as many as fit beside the needles and questions."""
+    """Take sentences in order, as many as fit with the needles and questions."""
     statements = [needle_sentence(*needle) for needle in (*asked, *others, *asked)]
     room = length - len(tokenizer.encode(" ".join(statements)))
     prose: list[str] = []

@@ -190,7 +190,7 @@ def _lock(cell: Cell, is_patient: bool) -> Iterator[bool]:
     set_folder_aside(cell.lock_path)
     if cell.lock_path.is_symlink():
         cell.lock_path.unlink(missing_ok=True)
-    # filelock's fallback, a file that merely exists, would block a cell for ever after its worker was killed.
+    # filelock's fallback, a file that merely exists, would lock a cell forever if its worker is killed.
     lock = FileLock(cell.lock_path, blocking=is_patient, poll_interval=_SECONDS_BETWEEN_LOOKS, fallback_to_soft=False)
     try:
         lock.acquire()

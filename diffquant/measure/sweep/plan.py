@@ -79,8 +79,9 @@ def plan_sweep(
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens_for(device))
     check_backend(options.attention, (rounds for point in grid for rounds in point.recipe.map_rounding_choices))
     sources = {model: open_source(model) for model in checkpoints}
-    # A quantized folder also runs under the whole recipe that it records, cache and logits included.
-    recorded = {model: _without_weights(source) for model, source in sources.items()}
+    # A quantized folder also runs under the whole recipe that it records, cache and logits included. Its weights are
+    # already stored quantized.
+    recorded = {model: source.recipe.with_weights_of(Recipe()) for model, source in sources.items()}
     grid += [SweepPoint(model, RECIPE, 0, OWN, own, model) for model, own in recorded.items() if own != Recipe()]
     grid.sort(key=lambda point: checkpoints.index(point.model))
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
@@ -120,11 +121,6 @@ def plan_sweep(
         "versions": list_compute_versions(device),
     }
     return Run(cells, subjects, {task.name: task for task in tasks}), settings
-
-
-def _without_weights(source: Source) -> Recipe:
-    """Return a checkpoint's recipe without its weights, which are already stored quantized."""
-    return source.recipe.with_weights_of(Recipe())
 
 
 def note_overlap(source: Source, recipes: Iterable[Recipe], tasks: Sequence[Task]) -> None:

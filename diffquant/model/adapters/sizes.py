@@ -26,7 +26,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 # Those whose angles depend on the length of the longest sequence that is read.
 MOVING_ROPE = ("dynamic", "longrope")
-# Raise it when a change alters stored results of models with these alone, which are then measured again.
+# Raise it when a change alters stored results of models with only these types, which are then measured again.
 RESULT_VERSION = 1
 # Settings that must be positive and below _ENDLESS, so that angles and positions fit in float32.
 _POSITIVE = (
@@ -65,9 +65,9 @@ def read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
         raise CheckpointError(f"config.json: rope_type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
     if rope_type in _STRETCHED:
         # At the top level of config.json, as in Phi-3, it overrides the value inside the rotary settings.
-        beside = config.get("original_max_position_embeddings")
-        if beside is not None:
-            rope["original_max_position_embeddings"] = beside
+        outside = config.get("original_max_position_embeddings")
+        if outside is not None:
+            rope["original_max_position_embeddings"] = outside
         rope.setdefault("original_max_position_embeddings", positions)
     if rope_type == "yarn" and "factor" in rope and rope["factor"] is None:
         original = rope["original_max_position_embeddings"]

@@ -99,7 +99,7 @@ class ServedDecoder(nn.Module, ABC):
         loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["model.mtp_layers."])
         checkpoint = open_checkpoint(self.folder)
         if isinstance(checkpoint, DequantizedCheckpoint):
-            # In a layout that vLLM does not know, such as the NVFP4 of Motif-3's release.
+            # vLLM does not support the layout, such as the NVFP4 of Motif-3's release.
             weights = ((name, checkpoint.read(name)) for name in checkpoint.tensors)
         loaded: set[str] = loader.load_weights(self._unpack(weights))
         return loaded

@@ -131,7 +131,7 @@ def show_importing(command: str, library_prints: bool) -> Iterator[None]:
 
     Args:
         command: name of the command.
-        library_prints: whether a library prints by itself, which could mix with the line; the line is then removed as
+        library_prints: whether a library prints messages, which could mix with the line; the line is then removed as
             soon as torch is imported.
     """
     with progress.show_waiting(f"{command}: loading ..."):

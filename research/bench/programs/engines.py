@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 
 from diffquant.onnx import check_installed
-from diffquant.onnx.native import (
-    attention_instruction_set,
-    count_attention_calls,
-    count_matmul_calls,
-    matmul_instruction_set,
-)
+from diffquant.onnx.native import attention_instruction_set
+from tests.support.native_kernels import count_attention_calls, count_matmul_calls, matmul_instruction_set
 
 _clock = [time.perf_counter]
 

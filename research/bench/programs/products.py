@@ -26,6 +26,7 @@ from diffquant.onnx.options import DEFAULT_OPSET, IR_VERSION
 from diffquant.onnx.runtime.session import session_options
 from diffquant.support.files import write_json
 from tests.support.apart import CORES, JsonFile, Threads, second_call
+from tests.support.native_kernels import matmul_instruction_set, use_matmul_kernel
 
 STOCK = "ONNX Runtime"
 # Of SmolLM2-135M: query, key and value in one, the attention's output, gate and up in one, down, and the head.
@@ -93,8 +94,8 @@ def main(
     chosen = [name.strip() for name in formats.split(",") if name.strip()] or list(FORMATS)
     if unread := [name for name in chosen if name not in FORMATS]:
         raise UsageError(f"unknown format {', '.join(map(repr, unread))}; choose from {', '.join(FORMATS)}")
-    names = [name.strip() for name in kernels.split(",") if name.strip()] or [native.matmul_instruction_set() or ""]
-    unknown = [name for name in names if not native.use_matmul_kernel(name)]
+    names = [name.strip() for name in kernels.split(",") if name.strip()] or [matmul_instruction_set() or ""]
+    unknown = [name for name in names if not use_matmul_kernel(name)]
     if unknown:
         raise UsageError(
             f"this processor runs no kernel called {', '.join(map(repr, unknown))}; name others by --kernels"
@@ -114,7 +115,7 @@ def measure(product: Product, kernels: Sequence[str], threads: int, repeats: int
     model = products_model(product)
     calls = {STOCK: prepared_call(model, product, threads, stock=True)}
     for name in kernels:
-        native.use_matmul_kernel(name)
+        use_matmul_kernel(name)
         calls[name] = prepared_call(model, product, threads, stock=False)
     # What runs beside a single thread does not count.
     clock = time.process_time if threads == 1 else time.perf_counter

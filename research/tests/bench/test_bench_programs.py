@@ -22,7 +22,7 @@ from diffquant.benchmarks.workloads import Model
 from diffquant.checkpoints.source import open_source
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.measure.sweep.grid import SweepOptions
-from diffquant.onnx.native import attention_instruction_set, count_matmul_calls, library_path, matmul_instruction_set
+from diffquant.onnx.native import attention_instruction_set, library_path
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
@@ -48,6 +48,7 @@ from research.bench.throughput import TRANSFORMER, V1, V2, run_throughput
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint, write_diffllama
 from tests.support.models import random_llama
+from tests.support.native_kernels import count_matmul_calls, matmul_instruction_set
 from tests.support.synthetic import preset, write_holes
 from tests.support.thorough import sampled, thorough
 

@@ -113,8 +113,6 @@ class NumberFormat(ABC):
         """
         raise UsageError(self.integer_refusal or "")
 
-    # Scales.
-
     def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         """Return the dtype of the scales of a weight whose unquantized dtype is `dtype`: by default one of 16 bits.
 
@@ -199,8 +197,6 @@ class NumberFormat(ABC):
         del tensor_scale
         return stored
 
-    # Conversion between values and codes.
-
     def encode(self, x: "Tensor", scale: "Tensor") -> "Tensor":
         """Return the codes of the levels nearest to x / scale. Ties go to the even code.
 
@@ -242,8 +238,6 @@ class NumberFormat(ABC):
         """Dequantize codes: return level · scale in the scale's dtype, as every reader of a checkpoint computes it."""
         return self.levels_of(codes, scale.dtype) * scale
 
-    # Conversion between codes and bytes.
-
     @property
     def packed_dtype(self) -> "torch.dtype":
         """Dtype of the tensor of packed codes."""
@@ -268,8 +262,6 @@ class NumberFormat(ABC):
         from diffquant.recipe.numbers.packing import unpack
 
         return unpack(stored, self.code_width, length)
-
-    # The form in a checkpoint, and its description in config.json.
 
     @property
     def file_dtype(self) -> "torch.dtype":

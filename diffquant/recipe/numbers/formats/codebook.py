@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from diffquant.recipe.numbers.absmax import Axes
 
-# The most negative multiple of a step that 6 bits can hold.
-_LOWEST_MULTIPLE = -32
+# The most negative multiple of a step that 6 bits can hold, and the largest float16.
+_LOWEST_MULTIPLE, _LARGEST_HALF = -32, 65504.0
 
 
 class Iq4Nl(NumberFormat):
@@ -50,7 +50,7 @@ class Iq4Nl(NumberFormat):
         return scale if dtype is None else self.round_scale(scale, dtype)
 
     def round_scale(self, scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        return scale.clamp(-_largest_half(), _largest_half()).to(dtype)
+        return scale.clamp(-_LARGEST_HALF, _LARGEST_HALF).to(dtype)
 
     def encode(self, x: "Tensor", scale: "Tensor") -> "Tensor":
         """Return the codes of the levels nearest to x / scale, which may be negative. Ties go to the higher code."""
@@ -98,7 +98,7 @@ class Iq4Xs(Iq4Nl):
         extreme = scale.gather(dim, scale.abs().argmax(dim, keepdim=True))
         best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
         for multiple in range(_LOWEST_MULTIPLE, 0):
-            step = (extreme / multiple).clamp(-_largest_half(), _largest_half()).half().to(scale.dtype)
+            step = (extreme / multiple).clamp(-_LARGEST_HALF, _LARGEST_HALF).half().to(scale.dtype)
             error = (_multiples(scale, step) * step - scale).square().sum(dim, keepdim=True)
             best, least = torch.where(error < least, step, best), error.minimum(least)
         return best
@@ -163,12 +163,6 @@ def _multiples(scale: "Tensor", step: "Tensor") -> "Tensor":
     ratio = scale / step
     rounded = torch.where(ratio.abs() < 1, ratio.sign(), ratio.round()).clamp(_LOWEST_MULTIPLE, -1 - _LOWEST_MULTIPLE)
     return torch.where(scale == 0, 0.0, rounded)
-
-
-def _largest_half() -> float:
-    import torch
-
-    return torch.finfo(torch.float16).max
 
 
 register(Iq4Nl("iq4_nl"))

@@ -139,7 +139,7 @@ register(Float8("e5m2", 5, 2, 57344))
 
 
 _BIAS = 127
-# compressed-tensors' layouts, each of one element type alone.
+# compressed-tensors' layouts; each is for one element type.
 _LAYOUTS = {"mxfp4": "mxfp4-pack-quantized", "mxfp6": "mxfp6-pack-quantized", "mxfp8": "mxfp8-quantized"}
 
 
