@@ -48,7 +48,7 @@ def plot_growth(there: Mapping[str, Result]) -> Any:
     axis.yaxis.set_major_locator(LogLocator(2, [1, 1.25, 1.5, 1.75]))
     axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axis.set_xlabel("million tokens (circles: the ends of E2)")
-    axis.set_ylabel("r by layer: the Transformer's largest logits over DIFF's")
+    axis.set_ylabel("r by layer: largest logits, Transformer's over DIFF's")
     style_axis(axis, "both")
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     return figure

@@ -9,7 +9,7 @@ from diffquant.measure.stats import Difference, mean_interval
 from research.pages.raw import raw
 from research.pages.render import interval, table
 from research.studies.rotated import NARROW, ROTATED, change, compared, name_of
-from research.studies.rounding_repeats import ELSEWHERE, RULES, lead, spread, spread_cells
+from research.studies.rounding_repeats import RULES, lead, spread
 from research.studies.rounding_tables import READERS, kl_less
 
 FILES = {
@@ -183,20 +183,11 @@ REPEATS = {file: raw(f"rounding/repeats/{file}.json") for file in list(FILES.val
 _PLACES = [(result, elsewhere) for result in REPEATS.values() for elsewhere in (False, True)]
 SPREADS = [spread(result, rule, elsewhere) for result, elsewhere in _PLACES for rule in RULES]
 REPEATED_LEADS = [lead(result, elsewhere) for result, elsewhere in _PLACES]
-SEEDS_LEAVE_THE_LEAD = all(each.low > 0 for each in REPEATED_LEADS)
+LEADS_OVER_SEEDS = [each.mean for each in REPEATED_LEADS]
+SEEDS_LEAVE_THE_LEAD = len(REPEATED_LEADS) == 6 and all(each.low > 0 for each in REPEATED_LEADS)
 AHEAD_ON_V1 = all(
     less_of > 1.96 * RERUN for size in AUTOROUND for text in TEXTS for less_of in tuned_less(size, text, ["DIFF V1"])
 )
-
-
-def seeds_table() -> str:
-    """`tuned` and AutoRound with five seeds each, at 4.5 bits."""
-    rows = [
-        [name + (ELSEWHERE if elsewhere else ""), *spread_cells(result, elsewhere)[::2]]
-        for name, result in REPEATS.items()
-        for elsewhere in (False, True)
-    ]
-    return table(["KL, nats", *RULES, "AutoRound's above tuned's"], rows)
 
 
 # Eight bits

@@ -80,7 +80,7 @@ def main(
 ) -> None:
     """Draw plots of results from the raw files beside them."""
     pictures: list[Path] = []
-    for place in places or RESULTS:
+    for place in map(Path.absolute, places or RESULTS):
         pictures += [place] if place.suffix == ".png" else sorted(place.rglob("*.png"))
     unknown = [picture for picture in pictures if picture.name not in drawings(picture.parent)]
     if unknown:
