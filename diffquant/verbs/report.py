@@ -45,11 +45,13 @@ def report(runs: Runs, output: kinds.NewFile | None = None) -> list[Path]:
             raise UsageError(f"{', '.join(files)}: give the folder of a run, not a file of it")
         raise UsageError(f"no such folder: {', '.join(absent)}")
     index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
-    check_output_file(index, _is_index(index))
     found = find_runs(folders)
     if not found:
         known = ", ".join(_KINDS)
         raise UsageError(f"no run in or below {', '.join(map(str, folders))}: none has a {known}")
+    if index.absolute() in found:
+        raise UsageError(f"{index} is the page of a run, which the index would replace; choose another output")
+    check_output_file(index, _is_index(index))
     pages = list(found)
     index.parent.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(pages):

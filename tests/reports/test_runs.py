@@ -56,6 +56,10 @@ def test_a_page_that_is_no_index_is_not_replaced(runs):
     assert "holds index.html, which diffquant did not write" in str(report(runs).exception)
     assert (runs / "index.html").read_text() == "<title>mine</title>"
     assert report(runs, "-o", runs / "all.html").exit_code == 0
+    # Even one that is not there yet: the index would take the place of the page that it links to.
+    page = runs / "outliers" / "outliers.html"
+    page.unlink()
+    assert "is the page of a run, which the index would replace" in str(report(runs, "-o", page).exception)
 
 
 def test_an_index_makes_its_folder(runs, tmp_path):
