@@ -80,11 +80,13 @@ def check_device(device: str) -> None:
     """Check that a device can be used.
 
     Raises:
-        UsageError: torch does not know the name, or finds no such CUDA device.
+        UsageError: torch does not know the name, or finds no such device.
     """
     try:
         named = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        if named.type != "cuda":
+            torch.empty(0, device=named)
+    except Exception as error:  # each of torch's backends raises its own
         raise UsageError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from error
     if named.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"no device {device!r}: torch finds no CUDA device; use {option_name('device', 'cpu')}")

@@ -96,6 +96,7 @@ def test_a_device_that_is_not_there_is_refused(source, device):
     ("given", "said"),
     [
         ({"device": None}, "unknown device None"),
+        ({"device": "vulkan"}, "unknown device 'vulkan'"),
         ({"dtype": float}, "a model cannot run in <class 'float'>"),
         ({"scales": ""}, "cannot read ranges from"),
     ],
