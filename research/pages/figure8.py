@@ -29,7 +29,7 @@ from research.figure8.comparisons import (
     won_at_ratio,
     won_by_steps,
 )
-from research.figure8.deciding import DIFF_VERDICTS, LEVEL, holm, p_value, word
+from research.figure8.deciding import DIFF_VERDICTS, LEVEL, against_zero, holm, p_value, verdicts
 from research.figure8.direction import along, place_of
 from research.figure8.plan import GRID, KINDS, OUTLIERS, best_rate, grid_name, results
 from research.figure8.scoring import FORMATS, SCHEMES
@@ -136,15 +136,14 @@ def ratios_table() -> str:
     return table(["bits won by DIFF", *(f"r = {ratio}" for ratio in RATIOS), "break-even r"], rows)
 
 
-P = dict(zip(DIFF, holm([p_value(values(kind)) for kind in DIFF]), strict=True))
-VERDICTS = {kind: word(won(kind).mean, P[kind], DIFF_VERDICTS) for kind in DIFF}
+PRIMARY_COMPARISONS = verdicts({kind: against_zero(values(kind)) for kind in DIFF}, DIFF_VERDICTS)
 
 
 def primary_table() -> str:
     """The primary comparison by seed."""
     rows = [
-        [NAMES[kind], *map(signed, values(kind)), interval(won(kind), 2, True), f"{P[kind]:.2g}", VERDICTS[kind]]
-        for kind in DIFF
+        [NAMES[kind], *map(signed, values(kind)), interval(mean, 2, True), f"{p:.2g}", said]
+        for kind, (mean, p, said) in PRIMARY_COMPARISONS.items()
     ]
     return table([f"bits won at `{PRIMARY}`", *map(str, SIX), "mean", "p, Holm", "verdict"], rows)
 
@@ -309,7 +308,7 @@ def tokens(group: str) -> float:
 
 # Statements of the page
 
-DIFF_LOSES = {*VERDICTS.values()} == {"DIFF loses"}
+DIFF_LOSES = {said for _, _, said in PRIMARY_COMPARISONS.values()} == {"DIFF loses"}
 LOSES_IN_ALL_TRAININGS = all(max(values(kind)) < 0 for kind in DIFF)
 COSTS_HALF_A_BIT = all(-0.75 < end < -0.35 for end in over_all("r = 1"))
 WINS_TWO_BITS_AT_8 = over_all("r = 8")[0] > 2

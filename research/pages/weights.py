@@ -183,7 +183,6 @@ REPEATS = {file: raw(f"rounding/repeats/{file}.json") for file in list(FILES.val
 _PLACES = [(result, elsewhere) for result in REPEATS.values() for elsewhere in (False, True)]
 SPREADS = [spread(result, rule, elsewhere) for result, elsewhere in _PLACES for rule in RULES]
 REPEATED_LEADS = [lead(result, elsewhere) for result, elsewhere in _PLACES]
-LEADS_OVER_SEEDS = [each.mean for each in REPEATED_LEADS]
 SEEDS_LEAVE_THE_LEAD = len(REPEATED_LEADS) == 6 and all(each.low > 0 for each in REPEATED_LEADS)
 AHEAD_ON_V1 = all(
     less_of > 1.96 * RERUN for size in AUTOROUND for text in TEXTS for less_of in tuned_less(size, text, ["DIFF V1"])
