@@ -41,7 +41,7 @@ from research.figure8.comparisons import (
     perplexity_ratio,
     won_at_ratio,
 )
-from research.figure8.deciding import DIFF_VERDICTS, holm, interval, p_value, section, shown, word
+from research.figure8.deciding import DIFF_VERDICTS, against_zero, holm, interval, p_value, section, shown, verdicts
 from research.figure8.direction import along, moved, place_of
 from research.figure8.plan import CHECKS, EDGES, GRID, KINDS, RESULTS, Result, best_rate, grid_name, results
 from research.figure8.scoring import BITS, FORMATS, SCHEMES
@@ -86,9 +86,10 @@ def _primary(there: Mapping[str, Result]) -> list[str]:
         count = sum(f"e1-{kind}-seed-{seed}" in there for kind in KINDS for seed in SIX)
         lines = [f"{count} of 18 trainings are there: no interval and no verdict before all of them.", ""]
         return lines + markdown(["", "by seed"], [[c.kind, _signed(v)] for c, v in zip(MAIN, found, strict=True)])
+    decisions = verdicts({c.kind: against_zero(values) for c, values in zip(MAIN, found, strict=True)}, DIFF_VERDICTS)
     rows = [
-        [c.kind, str(len(values)), _signed(values), interval(values), f"{p:.2g}", word(fmean(values), p, DIFF_VERDICTS)]
-        for c, values, p in zip(MAIN, found, holm([p_value(values) for values in found]), strict=True)
+        [kind, str(len(values)), _signed(values), shown(mean), f"{p:.2g}", said]
+        for values, (kind, (mean, p, said)) in zip(found, decisions.items(), strict=True)
     ]
     return markdown(["", "trainings", "by seed", "mean", "p, Holm", "verdict"], rows)
 

@@ -1,6 +1,7 @@
 """What comparisons decide: intervals, p after Holm, and a word for each, as tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 from diffquant.measure.stats import Difference, mean_interval
 from diffquant.reports.tables import markdown
@@ -10,6 +11,7 @@ from research.figure8.plan import Result
 LEVEL = 0.05
 # What an effect above zero and one below are called.
 Words = tuple[str, str]
+Name = TypeVar("Name", bound=Hashable)
 DIFF_VERDICTS: Words = ("DIFF wins", "DIFF loses")
 
 
@@ -65,7 +67,7 @@ def against_zero(values: Sequence[float]) -> tuple[Difference, float]:
     return mean_interval(values), p_value(values)
 
 
-def verdicts(found: Mapping[str, tuple[Difference, float]], words: Words) -> dict[str, tuple[Difference, float, str]]:
+def verdicts(found: Mapping[Name, tuple[Difference, float]], words: Words) -> dict[Name, tuple[Difference, float, str]]:
     """Decide comparisons, each a mean with its p: the mean, p as Holm adjusts it over all of them, and the word."""
     adjusted = holm([p for _, p in found.values()])
     return {

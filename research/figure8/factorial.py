@@ -6,16 +6,17 @@ Prints Markdown. Before all trainings of the four cells are there, it prints how
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import typer
 
+from diffquant.measure.stats import Difference
 from diffquant.reports.tables import markdown
 from research.figure8.comparisons import PRIMARY, check_alike
-from research.figure8.deciding import holm, interval, lacking, p_value, section, word
+from research.figure8.deciding import against_zero, interval, lacking, section, shown, verdicts
 from research.figure8.plan import CELLS, RESULTS, Result, results
 from research.figure8.scoring import BITS
 from research.studies.figure8_model import parts
@@ -73,20 +74,14 @@ def bits_won(there: Mapping[str, Result], weights: Mapping[tuple[int, bool], flo
     ]
 
 
-def primary_comparisons(there: Mapping[str, Result]) -> dict[tuple[str, str], tuple[list[float], float]]:
-    """Bits won by seed and p after Holm, of each measure and effect."""
+def primary_comparisons(there: Mapping[str, Result]) -> dict[tuple[str, str], tuple[Difference, float, str]]:
+    """Bits won, p after Holm and the verdict, of each measure and effect."""
     found = {
-        (measure, effect): bits_won(there, weights, cost)
+        (measure, effect): against_zero(bits_won(there, weights, cost))
         for measure, cost in PRIMARY_COSTS.items()
         for effect, weights in EFFECTS.items()
     }
-    adjusted = holm([p_value(won) for won in found.values()])
-    return {at: (won, p) for (at, won), p in zip(found.items(), adjusted, strict=True)}
-
-
-def verdict(won: Sequence[float], p: float) -> str:
-    """Verdict of an effect whose p has been adjusted."""
-    return word(fmean(won), p, ("wins", "loses"))
+    return verdicts(found, ("wins", "loses"))
 
 
 def summary(there: Mapping[str, Result]) -> str:
@@ -94,8 +89,8 @@ def summary(there: Mapping[str, Result]) -> str:
     if said := lacking(there, [run_name(cell, seed) for seed in SEEDS for cell in CELLS]):
         return said
     primary = [
-        [*at, " ".join(f"{value:+.2f}" for value in won), interval(won), f"{p:.2g}", verdict(won, p)]
-        for at, (won, p) in primary_comparisons(there).items()
+        [*at, _by_seed(there, *at), shown(mean), f"{p:.2g}", said]
+        for at, (mean, p, said) in primary_comparisons(there).items()
     ]
     sections = {
         "Primary: bits won, Holm over six": markdown(["", "", "by seed", "mean", "p, Holm", "verdict"], primary),
@@ -105,6 +100,10 @@ def summary(there: Mapping[str, Result]) -> str:
         "Trainings": _trainings(there),
     }
     return "\n\n".join(section(title, lines) for title, lines in sections.items())
+
+
+def _by_seed(there: Mapping[str, Result], measure: str, effect: str) -> str:
+    return " ".join(f"{won:+.2f}" for won in bits_won(there, EFFECTS[effect], PRIMARY_COSTS[measure]))
 
 
 def _shares(there: Mapping[str, Result]) -> list[str]:

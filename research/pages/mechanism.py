@@ -37,8 +37,8 @@ def factorial_table() -> str:
     """E4: bits won by the second map, by the norm, and by both together beyond that."""
 
     def cell(measure: str, effect: str) -> str:
-        won, p = FACTORIAL[measure, effect]
-        return f"{interval(mean_interval(won), 2, True)}, p {p:.2g}: {factorial.verdict(won, p)}"
+        won, p, said = FACTORIAL[measure, effect]
+        return f"{interval(won, 2, True)}, p {p:.2g}: {said}"
 
     rows = [[measure, *(cell(measure, effect) for effect in factorial.EFFECTS)] for measure in factorial.PRIMARY_COSTS]
     return table(["bits won by", *factorial.EFFECTS], rows)
@@ -112,7 +112,7 @@ TUNED_IS_UNDECIDED = {said for _, _, said in TUNED.values()} == {"undecided"}
 REMOVES_LESS_THAN_HALF = removed()[1] < 0.5
 CHANGES_OF_BITS_HOLD_ZERO = all(holds_zero(tuned_change(kind)) for kind in DIFF)
 # By measure, the verdicts on the second map, the norm and their interaction.
-EFFECTS = [factorial.verdict(won, p) for won, p in FACTORIAL.values()]
+EFFECTS = [said for _, _, said in FACTORIAL.values()]
 NORM_LOSES_AT_EQUAL_STEPS = EFFECTS[:3] == ["undecided", "loses", "undecided"]
 BOTH_LOSE_AT_4_BITS = EFFECTS[3:] == ["loses", "loses", "undecided"]
 PARTS_READ_OTHERWISE = part_of("norm", "range").high < 0 and part_of("second map", "sensitivity").high < 0

@@ -82,14 +82,6 @@ def _kl_cell(model: str, method: str) -> str:
     return f"{mean.mean:.4f} ± {mean.high - mean.mean:.4f}"
 
 
-def _bits(method: str) -> str:
-    """Bits on SmolLM2, and the bits of the tensors that hold them where these are wider."""
-    of = row("SmolLM2-135M", method)
-    held = of.get("held_bits", of["bits"])
-    bits = f"{of['bits']:.3f}".rstrip("0").rstrip(".")
-    return bits if held == of["bits"] else f"{bits} in {held:.1f}"
-
-
 # Left out of tables: another setting of the same tool has the lower KL in every row.
 _WORSE_SETTINGS = {", minmax": ", mse", "bitsandbytes fp4": "bitsandbytes nf4"}
 OTHER_SETTING_WINS = all(
@@ -102,21 +94,19 @@ OTHER_SETTING_WINS = all(
 )
 
 
-def size_table(size: str) -> str:
-    """Methods of a tier, each tool by its best setting, and KL in nats of four models on text elsewhere."""
-    is_timed = size == "4:g32"
+def methods_table() -> str:
+    """Methods at 4.5 bits, each tool by its best setting, and KL in nats of four models on text elsewhere."""
     rows = [
         [
             re.sub(r",? \d bits|, imatrix", "", name),
-            _bits(name),
-            *([f"{row('SmolLM2-135M', name)['cpu_seconds']:,.0f}"] if is_timed else []),
+            f"{row('SmolLM2-135M', name)['bits']:.3f}".rstrip("0").rstrip("."),
+            f"{row('SmolLM2-135M', name)['cpu_seconds']:,.0f}",
             *(_kl_cell(model, name) for model in FILES),
         ]
-        for name in methods(size)
-        if not any(setting in name for setting in _WORSE_SETTINGS) and (is_timed or "nearest" not in name)
+        for name in methods("4:g32")
+        if not any(setting in name for setting in _WORSE_SETTINGS)
     ]
-    heads = ["method", "bits", *(["CPU seconds"] if is_timed else []), *(f"{model}, KL" for model in FILES)]
-    return table(heads, rows)
+    return table(["method", "bits", "CPU seconds", *(f"{model}, KL" for model in FILES)], rows)
 
 
 # Comparisons with AutoRound: `tuned` on the models trained here.
