@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diffquant.measure.stats import Difference
 from diffquant.reports.tables import markdown
 from research.figure8.comparisons import (
     DIFFS,
@@ -33,6 +34,9 @@ from research.studies.figure8_model import costs
 
 NAMES = [f"e5-{kind}-seed-{seed}" for seed in THREE for kind in KINDS]
 DEEP = [Comparison(kind, experiment="e5", seeds=THREE) for kind in DIFFS]
+# What the primary comparisons measure, and what it is called.
+WITH_12, CHANGE = "bits won with 12 layers", "change from 5 layers"
+WORDS = ("above zero", "below zero")
 EQUAL_STEPS = bits_won("2", among="kl_of_steps")
 SECONDARY = {
     **{f"logits in steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "4", "8")},
@@ -69,21 +73,30 @@ def slope_over(place: Place) -> Callable[[Result, Result], float]:
     return measure
 
 
+def primary_comparisons(there: Mapping[str, Result]) -> dict[str, tuple[Difference, float]]:
+    """Measure each kind's bits won with 12 layers and their change from 5, each with the p of its being zero.
+
+    Raises:
+        UsageError: the trainings may not be compared.
+    """
+    found = {}
+    for deep, usual in zip(DEEP, MAIN, strict=True):
+        check_alike([there[name] for each in (deep, usual) for pair in each.names for name in pair], ("size",))
+        won, before = deep.values(there, EQUAL_STEPS), usual.values(there, EQUAL_STEPS)
+        found[f"{deep.kind}, {WITH_12}"] = against_zero(won)
+        found[f"{deep.kind}, {CHANGE}"] = change(before, won)
+    return found
+
+
 def summary(there: Mapping[str, Result]) -> str:
     """Everything in Markdown."""
     if said := lacking(there, NAMES):
         return said
     if any(len(deep.values(there, EQUAL_STEPS)) < 2 for deep in DEEP):
         return "Too many trainings diverged for an interval."
-    found = {}
-    for deep, usual in zip(DEEP, MAIN, strict=True):
-        check_alike([there[name] for each in (deep, usual) for pair in each.names for name in pair], ("size",))
-        won, before = deep.values(there, EQUAL_STEPS), usual.values(there, EQUAL_STEPS)
-        found[f"{deep.kind}, bits won with 12 layers"] = against_zero(won)
-        found[f"{deep.kind}, change from 5 layers"] = change(before, won)
     return "\n\n".join(
         [
-            section("Primary: logits in steps of 2, Holm over four", decided(found, ("above zero", "below zero"))),
+            section("Primary: logits in steps of 2, Holm over four", decided(primary_comparisons(there), WORDS)),
             section("Secondary: bits won with 12 layers, and with 5", _secondary(there)),
             section("Sensitivity over the Transformer's same layer, log2, and its slopes", _slopes(there)),
             section("By layer, means over trainings", _layers(there)),
