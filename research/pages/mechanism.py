@@ -14,6 +14,7 @@ from research.pages.render import ends, interval, table
 FACTORIAL = factorial.primary_comparisons(THERE)
 TRAINED = growth.usual_pairs(THERE)
 CHANGES = verdicts(growth.changes(TRAINED), growth.WORDS)
+RECIPES = growth.recipe_rows(THERE)
 TUNED_SEEDS = tuned.sound_seeds(THERE, tuned.SEEDS)
 AFTER = tuned.ROUNDED[PRIMARY]
 
@@ -54,6 +55,12 @@ def growth_table() -> str:
             shown = (interval(mean, 2, True) for mean in (*each, change))
             rows.append([f"{NAMES[kind]}, {name}", *shown, f"{p:.2g}: {said}"])
     return table(["log2 r by layer", "from", "to", "change", "p, Holm"], rows)
+
+
+def recipe_table() -> str:
+    """E6: log2 r by layer of one training of each other recipe, beside where one more usual training would lie."""
+    rows = [[NAMES[kind], *(cell.replace("-", "−") for cell in cells)] for kind, cells in RECIPES.items()]
+    return table(["log2 r by layer", "usual, and one more", "without `<s>`", "decay 0", "decay 1"], rows)
 
 
 def first_token_moves() -> float:
@@ -108,6 +115,8 @@ TRAINING, LENGTH = ([CHANGES[f"{kind}, {name}"][2] for kind in DIFF] for name in
 TRAINING_IS_UNDECIDED = TRAINING == ["undecided", "undecided"]
 LENGTH_SHRINKS_R_OF_V2 = LENGTH == ["undecided", "shrinks"]
 LENGTH_DOES_NOT_GROW_R = "grows" not in LENGTH
+OUTSIDE = [[cell.endswith("outside") for cell in cells[1:]] for cells in RECIPES.values()]
+ONLY_V1_WITHOUT_FIRST_IS_OUTSIDE = OUTSIDE == [[True, False, False], [False] * 3] and RECIPES[DIFF[0]][1][0] == "+"
 TUNED_IS_UNDECIDED = {said for _, _, said in TUNED.values()} == {"undecided"}
 REMOVES_LESS_THAN_HALF = removed()[1] < 0.5
 CHANGES_OF_BITS_HOLD_ZERO = all(holds_zero(tuned_change(kind)) for kind in DIFF)
