@@ -89,7 +89,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
         entries = {"license": "unknown"}
     carried = {key: value for key, value in entries.items() if isinstance(key, str) and _CARRIED.fullmatch(key)}
     carried = _drop_unsafe_link(carried)
-    if name := _hub_name(folder):
+    if name := find_cached_name(folder):
         carried = {key: value for key, value in carried.items() if key != "base_model_relation"} | {"base_model": name}
     return carried
 
@@ -149,10 +149,10 @@ def format_front_matter(
     return f"---\n{yaml.safe_dump(entries, sort_keys=False)}---\n"
 
 
-def _hub_name(folder: Path) -> str | None:
-    """Return ORG/NAME of a folder that Hugging Face's client fetched, or None if it did not."""
+def find_cached_name(folder: Path) -> str | None:
+    """Return ORG/NAME of a folder in Hugging Face's cache, or None if it is elsewhere."""
     place = folder.resolve()
-    # Its cache has models--ORG--NAME/snapshots/COMMIT.
+    # The cache has models--ORG--NAME/snapshots/COMMIT.
     kind, _, name = place.parent.parent.name.partition("--")
     return name.replace("--", "/", 1) if place.parent.name == "snapshots" and kind == "models" else None
 
