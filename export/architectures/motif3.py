@@ -26,7 +26,7 @@ from diffquant.model.windowed_cache import MixedCache
 from diffquant.onnx.architectures.experts import add_head_matrices, scale_by
 from diffquant.onnx.architectures.transformer import add_norm
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT, Decoder
-from diffquant.onnx.graph.op import DOMAIN, NAME, AttentionAttributes, make_function
+from diffquant.onnx.graph.op import DOMAIN, AttentionAttributes, make_function
 from diffquant.onnx.graph.plan import EMBEDDING, ExportPlan, Scales
 from diffquant.onnx.verification.caches import GrowingCache
 from diffquant.onnx.verification.reference import Reference
@@ -207,7 +207,7 @@ def add_latent_attention(decoder: Decoder, x: str, prefix: str, block: LatentAtt
 
     Latents are not expanded: queries are multiplied by the key matrices, and outputs by the value matrices.
     """
-    graph, layer, spec = decoder.graph, block.layer, block.spec
+    graph, spec = decoder.graph, block.spec
     of_query, kept = decoder.add_linears(x, [f"{prefix}.wq_a", f"{prefix}.wkv_a"])
     query_latent = add_norm(decoder, of_query, f"{prefix}.q_norm", RMSNormBlock(0, block.eps))
     raw, turning = graph.split(kept, [block.latent, block.rope])
@@ -222,10 +222,7 @@ def add_latent_attention(decoder: Decoder, x: str, prefix: str, block: LatentAtt
     inputs = [_queries(decoder, query_latent, prefix, block), key, value, lam, *decoder.add_past_inputs()]
     inputs += [*decoder.tokens.lengths, "", ""]
     inputs += [*(decoder.add_cache_scales() or ["", ""]), signal_gate, ""]
-    attended = f"layers.{layer}.attention"
-    graph.add_with_outputs(
-        NAME, inputs, [attended, *present], DOMAIN, **decoder.attention_attributes(block.window).to_dict()
-    )
+    attended = decoder.add_attention_node(inputs, present, block.window)
     rows = graph.int64("pairs_by_group", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
     bounds = [graph.int64(f"channel.{bound}", (bound,)) for bound in (0, block.latent, -1)]
     of_latents = graph.add("Slice", graph.add("Reshape", attended, rows), *bounds)

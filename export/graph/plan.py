@@ -14,7 +14,6 @@ from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters import Adapter
 from diffquant.model.adapters.sizes import MOVING_ROPE
 from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import Parameters
@@ -133,10 +132,6 @@ class ExportPlan:
     options: ExportOptions
 
     @property
-    def adapter(self) -> Adapter:
-        return self.source.adapter
-
-    @property
     def config(self) -> ArchitectureConfig:
         config: ArchitectureConfig = self.source.architecture.config
         return config
@@ -175,8 +170,8 @@ class ExportPlan:
             NonFiniteError: the vector contains NaN or infinity.
         """
         vector = self.source.read(name)
-        check_finite(vector, self.adapter.source_name(name))
-        order = self.adapter.layout_row_order(attention_head_layout(self.source.spec), name)
+        check_finite(vector, self.source.adapter.source_name(name))
+        order = self.source.adapter.layout_row_order(attention_head_layout(self.source.spec), name)
         return (vector if order is None else vector[order]).float()
 
     @property
