@@ -178,9 +178,8 @@ def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> None:
     differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
 
     print_output(f"2. SmolLM2-135M-Instruct ({weights.name}) is converted to DIFF V2")
-    print_output(
-        convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary()
-    )
+    converted = convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert"))
+    print_output(converted.summary())
     _tell(
         "Every query head was doubled and λ starts at ½, so both maps are equal and the model computes the same as "
         "the Transformer: a valid DIFF checkpoint that has not learned to cancel noise.\n"
