@@ -134,7 +134,7 @@ def write_export(
         _rewrite_tokenizer(source, folder / "tokenizer.json")
         layout = options.layout
         (folder / layout.model).parent.mkdir(exist_ok=True)
-        write_data_file(folder / layout.data, streamed, progress)
+        write_data_file(folder / layout.data, streamed, initializers, nbytes, progress)
         onnx.save(model, folder / layout.model)
         if ranges is not None:
             write_ranges(folder / RANGES_FILE, ranges)

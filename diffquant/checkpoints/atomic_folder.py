@@ -55,7 +55,7 @@ def stage_output(destination: Path, key: Mapping[str, Any], nbytes: int, overwri
             try:
                 yield staging
                 staging.remove_kept()
-                _record_files(staging.folder)
+                _write_record(staging.folder, _files_in(staging.folder) | {RECORD})
                 staging.sync()
                 _put_in_place(partial, destination)
             except OSError:
@@ -125,18 +125,13 @@ def _recorded_files(folder: Path) -> set[str]:
 def add_to_record(folder: Path, files: Iterable[Path]) -> None:
     """Add files to the record in an output folder, if there is one, so that `overwrite` may replace them."""
     if recorded := _recorded_files(folder):
-        names = recorded | {file.relative_to(folder).as_posix() for file in files}
-        write_atomically(folder / RECORD, _record_json(read_json(folder / RECORD), names))
+        _write_record(folder, recorded | {file.relative_to(folder).as_posix() for file in files})
 
 
-def _record_files(folder: Path) -> None:
-    """List an output's files in its record."""
+def _write_record(folder: Path, names: Collection[str]) -> None:
+    """List an output's files in its record, which keeps what else it has."""
     record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
-    write_atomically(folder / RECORD, _record_json(record, _files_in(folder) | {RECORD}))
-
-
-def _record_json(record: Mapping[str, Any], names: Collection[str]) -> str:
-    return json.dumps({**record, "files": sorted(names)}, indent=2) + "\n"
+    write_atomically(folder / RECORD, json.dumps({**record, "files": sorted(names)}, indent=2) + "\n")
 
 
 def _files_in(folder: Path) -> set[str]:

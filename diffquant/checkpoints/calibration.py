@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffquant.checkpoints.corpora import Corpus, Row, Sources, open_corpora
 from diffquant.checkpoints.texts import check_tokens, text_digest
-from diffquant.checkpoints.tokens import check_window, encode_first_tokens, prefix_token
+from diffquant.checkpoints.tokens import check_window, cut_windows, encode_first_tokens, prefix_token
 from diffquant.errors import UsageError
 from diffquant.support.devices import log_once
 from diffquant.support.plain_data import is_encodable_text
@@ -72,26 +72,19 @@ def read_calibration(
     Raises:
         DiffQuantError: a source cannot be read or fills no sequence, or the window does not fit the model.
     """
-    check_window(window, config, tokenizer)
-    if tokens < window:
-        raise UsageError(f"{tokens} tokens do not fill a window of {window}; read more tokens, or use shorter windows")
+    check_window(window, config, tokenizer, tokens)
     corpora = open_corpora(sources)
     parts: list[Tensor] = []
     records: list[dict[str, Any]] = []
     for corpus, share in zip(corpora, _shares(corpora, tokens // window), strict=True):
         ids, record = _read(corpus, tokenizer, share * window, seed)
         check_tokens(ids, config.vocab_size, tokenizer)
-        count = len(ids) // window
-        if not count:
-            raise UsageError(
-                f"{corpus.name} has {len(ids)} tokens, fewer than one window of {window}; give a longer text, or "
-                "shorter windows"
-            )
-        if count < share:
+        part = cut_windows(torch.tensor(ids), window, corpus.name)
+        if len(part) < share:
             message = "calibration reads %d sequences of %d tokens of %s, which has no more; %d were requested"
-            log_once(__name__, logging.WARNING, message, count, window, corpus.name, share)
-        parts.append(torch.tensor(ids[: count * window]).view(count, window))
-        records.append(record | {"samples": count, "tokens": count * window})
+            log_once(__name__, logging.WARNING, message, len(part), window, corpus.name, share)
+        parts.append(part)
+        records.append(record | {"samples": len(part), "tokens": part.numel()})
     mixed = torch.stack(mix_evenly([list(part) for part in parts]))
     digest = combine_digests([each["digest"] for each in records])
     account = {"text": digest, "tokens": mixed.numel(), "window": window, "samples": len(mixed), "sources": records}

@@ -221,13 +221,13 @@ def _group_problems(group: Any, layout: object, rounds_inputs: bool) -> list[str
     problems = []
     if not has_targets(group):
         problems.append("has no list of targets")
-    own = group.get("format") or layout
+    own, number_format = group.get("format") or layout, _format_of(group, layout)
     if not (formats := _formats_in(own)):
         problems += [f"has format {own!r}"] if own != layout else []
-    elif _format_of(group, layout) is None:
+    elif number_format is None:
         problems += _unknown_codes(weights, formats)
     strategy, size = weights.get("strategy"), weights.get("group_size")
-    has_tiles = (known := _format_of(group, layout)) is None or known.has_tiles
+    has_tiles = number_format is None or number_format.has_tiles
     if not isinstance(strategy, str) or strategy not in _STRATEGIES or (strategy == "block" and not has_tiles):
         problems.append(f"has strategy {strategy!r}")
     elif strategy == "block" and not has_square_blocks(weights.get("block_structure")):

@@ -37,15 +37,15 @@ class OffloadPlan:
         """Make a plan from the arguments of `diffquant.load`, or return None if `device_map` is None.
 
         Raises:
-            UsageError: `device_map` is combined with a device, is a text other than "auto", or is missing although a
-                folder or `max_memory` is given.
+            UsageError: `device_map` is combined with a device, is neither "auto" nor a mapping, or is missing although
+                a folder or `max_memory` is given.
         """
         if device_map is None:
             if offload_folder is not None or max_memory is not None:
                 what = "max_memory" if offload_folder is None else "an offload folder"
                 raise UsageError(f"{what} needs a device map: give {option_name('device_map', 'auto')} too")
             return None
-        if isinstance(device_map, str) and device_map != "auto":
+        if device_map != "auto" and not isinstance(device_map, Mapping):
             raise UsageError(f"device_map must be 'auto' or a mapping from modules to devices, got {device_map!r}")
         if device != "auto":
             raise UsageError(

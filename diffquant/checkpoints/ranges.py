@@ -8,7 +8,7 @@ width: its scale is range / (2^(bits-1) - 1).
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,12 @@ def is_own_ranges(path: Path) -> bool:
         return False
 
 
-def check_calibrated_output(path: Path, overwrite: bool, is_own: Callable[[Path], bool] = is_own_ranges) -> None:
+def check_calibrated_output(path: Path, overwrite: bool, is_own: bool) -> None:
     """Check that a calibration result can be written to a path.
 
     Args:
         overwrite: whether an existing file that diffquant wrote may be replaced.
-        is_own: function that returns whether diffquant wrote an existing file.
+        is_own: whether diffquant wrote an existing file.
 
     Raises:
         OutputExistsError: the file exists and `overwrite` is false, or diffquant did not write it.
@@ -126,7 +126,7 @@ def check_calibrated_output(path: Path, overwrite: bool, is_own: Callable[[Path]
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"the folder {folder}, where {path.name} would be written, does not exist")
-    check_output_file(path, is_own(path))
+    check_output_file(path, is_own)
 
 
 def write_ranges(path: Path, ranges: Ranges) -> None:

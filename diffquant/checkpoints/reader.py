@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoints.side_files import read_front_matter
+from diffquant.checkpoints.side_files import find_cached_name, read_front_matter
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.recipe import Recipe
 from diffquant.recipe.scheme import Scheme
@@ -151,10 +151,9 @@ class Checkpoint(ABC):
 
     @property
     def name(self) -> str:
+        if name := find_cached_name(self.path):
+            return name.rpartition("/")[2]
         place = self.path.resolve()
-        # Hugging Face's cache has models--ORG--NAME/snapshots/COMMIT.
-        if place.parent.name == "snapshots" and place.parents[1].name.startswith("models--"):
-            return place.parents[1].name.split("--", 2)[-1]
         return place.stem if place.is_file() else place.name
 
     @property

@@ -69,9 +69,6 @@ class ConversionJob:
     make: Callable[[int, int], RowBlock]
     together: int = 1
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        return row_blocks(self.rows, self.width, self.together)
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -219,7 +216,7 @@ def _write_shard(
             written = sum(data.nbytes for _, data in block.pieces.values())
             return job.name, written, block.error, block.total
 
-        tasks = ((job, first, last) for job in shard.jobs for first, last in job.blocks())
+        tasks = ((job, *rows) for job in shard.jobs for rows in row_blocks(job.rows, job.width, job.together))
         for name, written, error, total in map_in_order(pool, make_and_write, tasks):
             error_before, total_before = sums.get(name, (0.0, 0.0))
             sums[name] = [error_before + error, total_before + total]

@@ -89,7 +89,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
         entries = {"license": "unknown"}
     carried = {key: value for key, value in entries.items() if isinstance(key, str) and _CARRIED.fullmatch(key)}
     carried = _drop_unsafe_link(carried)
-    if name := _hub_name(folder):
+    if name := find_cached_name(folder):
         carried = {key: value for key, value in carried.items() if key != "base_model_relation"} | {"base_model": name}
     return carried
 
@@ -149,10 +149,10 @@ def format_front_matter(
     return f"---\n{yaml.safe_dump(entries, sort_keys=False)}---\n"
 
 
-def _hub_name(folder: Path) -> str | None:
-    """Return ORG/NAME of a folder that Hugging Face's client fetched, or None if it did not."""
+def find_cached_name(folder: Path) -> str | None:
+    """Return ORG/NAME of a folder in Hugging Face's cache, or None if it is elsewhere."""
     place = folder.resolve()
-    # Its cache has models--ORG--NAME/snapshots/COMMIT.
+    # The cache has models--ORG--NAME/snapshots/COMMIT.
     kind, _, name = place.parent.parent.name.partition("--")
     return name.replace("--", "/", 1) if place.parent.name == "snapshots" and kind == "models" else None
 
@@ -180,8 +180,8 @@ def list_side_files(folder: Path) -> list[Path]:
     """List the files other than weights that a reader needs: tokenizer, generation, chat templates, code, licence."""
     return sorted(
         file
-        for file in [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
-        if _is_side_file(file) and not is_generated_file(file) and file.is_file() and not _is_large(file)
+        for file in _possible_side_files(folder)
+        if not is_generated_file(file) and file.is_file() and not _is_large(file)
     )
 
 
@@ -204,19 +204,18 @@ def check_side_files(folder: Path) -> None:
         CheckpointError: files are pointers, of which the message names the first; or tokenizer_config.json is not a
             JSON object or has a key twice.
     """
-    files = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
-    pointers = sorted(
-        file.name for file in files if _is_side_file(file) and file.is_file() and is_lfs_pointer_file(file)
-    )
+    files = filter(Path.is_file, _possible_side_files(folder))
+    pointers = sorted(file.name for file in files if is_lfs_pointer_file(file))
     if pointers:
         raise CheckpointError(f"checkpoint {folder}: {first_few([f'{name} {POINTER}' for name in pointers])}")
     if (folder / TOKENIZER_CONFIG).exists():
         read_json(folder / TOKENIZER_CONFIG)
 
 
-def _is_side_file(file: Path) -> bool:
-    """Return whether a file is of a kind that is read or copied with the weights."""
-    return file.suffix.lower() not in _LEFT_SUFFIXES and not file.name.startswith(".")
+def _possible_side_files(folder: Path) -> list[Path]:
+    """List files, links and folders whose names are of a kind that is read or copied with the weights."""
+    files = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*.jinja")]
+    return [file for file in files if file.suffix.lower() not in _LEFT_SUFFIXES and not file.name.startswith(".")]
 
 
 def is_generated_file(file: Path) -> bool:
@@ -241,8 +240,7 @@ def check_links(folder: Path) -> None:
             check_no_special_files(inside)
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {folder}: {error}; remove it") from error
-    files = [*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]
-    read = (file for file in files if _is_side_file(file) and (file.name == TEMPLATES or not file.is_dir()))
+    read = (file for file in _possible_side_files(folder) if file.name == TEMPLATES or not file.is_dir())
     links = sorted(file for file in read if file.is_symlink())
     outside = [f"{link.name} -> {link.readlink()}" for link in links if not is_inside_folder_or_cache(folder, link)]
     if outside:

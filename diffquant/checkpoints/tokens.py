@@ -29,20 +29,30 @@ def encode_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: i
     Raises:
         UsageError: the window does not fit the model, the text does not fill one, or a token is not in the vocabulary.
     """
-    check_window(window, model.config, tokenizer)
-    if tokens is not None and tokens < window:
-        raise UsageError(f"{tokens} tokens do not fill a window of {window}; read more tokens, or use shorter windows")
+    check_window(window, model.config, tokenizer, tokens)
     ids = encode_text(tokenizer, text, model.config.vocab_size, model.device, tokens)
+    return cut_windows(ids, window, "the text")
+
+
+def cut_windows(ids: Tensor, window: int, name: str) -> Tensor:
+    """Cut ids [T] into windows [N, window] that do not overlap; drop an incomplete last window.
+
+    Args:
+        name: name of the text, for the message.
+
+    Raises:
+        UsageError: there are fewer ids than a window has.
+    """
     count = len(ids) // window
     if not count:
         raise UsageError(
-            f"the text has {len(ids)} tokens, fewer than one window of {window}; give a longer text, or shorter windows"
+            f"{name} has {len(ids)} tokens, fewer than one window of {window}; give a longer text, or shorter windows"
         )
     return ids[: count * window].view(count, window)
 
 
-def check_window(window: int, config: Any, tokenizer: Any) -> None:
-    """Check that a window has at least two tokens and fits into a model's context.
+def check_window(window: int, config: Any, tokenizer: Any, tokens: int | None = None) -> None:
+    """Check that a window has at least two tokens, fits into a model's context, and is filled by `tokens`, if given.
 
     Raises:
         UsageError: it is too short or too long.
@@ -52,6 +62,8 @@ def check_window(window: int, config: Any, tokenizer: Any) -> None:
         raise UsageError(
             f"window {window} must be between 2 and the model's context, {context} tokens; give {option_name('window')}"
         )
+    if tokens is not None and tokens < window:
+        raise UsageError(f"{tokens} tokens do not fill a window of {window}; read more tokens, or use shorter windows")
 
 
 def prefix_token(tokenizer: Any) -> int:

@@ -215,12 +215,8 @@ def _flips(result: TaskResult | None, baseline: TaskResult | None) -> JsonObject
         return dict.fromkeys(names)
     if not {*result.values, *baseline.values} <= {0, 1}:
         return dict.fromkeys(names)  # a mean over draws is neither right nor wrong
-    right, right_before = ([bool(value) for value in values] for values in (result.values, baseline.values))
-    # An item may be right or wrong without a choice among answers: a needle is retrieved or not.
-    has_choices = result.choices is not None and baseline.choices is not None
-    chosen, chosen_before = (result.choices, baseline.choices) if has_choices else (right, right_before)
-    gained, lost, changed = count_flips(right, right_before, chosen or (), chosen_before or ())
-    return dict(zip(names, (gained, lost, changed if has_choices else None), strict=True))
+    counts = count_flips(result.values, baseline.values, result.choices, baseline.choices)
+    return dict(zip(names, counts, strict=True))
 
 
 def _item_record(result: TaskResult | None, baseline: TaskResult | None) -> JsonObject:

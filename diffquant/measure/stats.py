@@ -83,12 +83,23 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 def count_flips(
-    correct: Sequence[bool], baseline: Sequence[bool], choices: Sequence[int], baseline_choices: Sequence[int]
-) -> tuple[int, int, int]:
-    """Count the items that became right, the items that became wrong, and the items whose choice changed."""
-    now_and_before = list(zip(correct, baseline, strict=True))
-    gained = sum(now and not before for now, before in now_and_before)
-    lost = sum(before and not now for now, before in now_and_before)
+    values: Sequence[float],
+    baseline: Sequence[float],
+    choices: Sequence[int] | None,
+    baseline_choices: Sequence[int] | None,
+) -> tuple[int, int, int | None]:
+    """Count the items that became right, those that became wrong, and those whose choice changed.
+
+    Args:
+        values, baseline: 1 for each right item and 0 for each wrong one.
+        choices, baseline_choices: answer to each item, or None if an item has no choice among answers: a needle is
+            retrieved or not. The last count is None then.
+    """
+    now_and_before = list(zip(values, baseline, strict=True))
+    gained = sum(now > before for now, before in now_and_before)
+    lost = sum(now < before for now, before in now_and_before)
+    if choices is None or baseline_choices is None:
+        return gained, lost, None
     return gained, lost, sum(a != b for a, b in zip(choices, baseline_choices, strict=True))
 
 

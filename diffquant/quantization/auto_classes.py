@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from diffquant.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
     from diffquant.checkpoints.places import DeviceMap
@@ -107,7 +108,7 @@ class AutoModelLoader:
         config: "PreTrainedConfig",
         dtype: Any = None,
         torch_dtype: Any = None,
-        device_map: "DeviceMap | int | None" = None,
+        device_map: "DeviceMap | torch.device | int | None" = None,
         max_memory: Mapping[int | str, int | str] | None = None,
         revision: str | None = None,
         **options: object,
@@ -158,11 +159,15 @@ class AutoModelLoader:
         return model
 
 
-def _parse_device_map(device_map: "DeviceMap | int | None") -> "tuple[str, DeviceMap | None]":
+def _parse_device_map(device_map: "DeviceMap | torch.device | int | None") -> "tuple[str, DeviceMap | None]":
     """Split a `device_map` into one device for the whole model and, if it names several devices, the map itself."""
+    import torch
+
     if isinstance(device_map, Mapping) and set(device_map) == {""}:
         device_map = device_map[""]
     if device_map is None or isinstance(device_map, int):
         return "cpu" if device_map is None else f"cuda:{device_map}", None
+    if isinstance(device_map, torch.device):
+        return str(device_map), None
     is_device = isinstance(device_map, str) and device_map.partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
     return (str(device_map), None) if is_device else ("auto", device_map)

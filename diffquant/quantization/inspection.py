@@ -15,7 +15,7 @@ from diffquant.checkpoints.weight_source import WeightSource, open_weights
 from diffquant.errors import CheckpointError
 from diffquant.family.norm import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
-from diffquant.quantization.plan import QuantizationPlan, plan_quantization
+from diffquant.quantization.plan import plan_quantization
 from diffquant.recipe import Recipe
 from diffquant.recipe.targets import TARGETS
 from diffquant.reports.tables import bytes_at_16_bits, format_size, stored_bits_per_weight
@@ -93,7 +93,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
     """
     source = open_source(path)
     parameters = source.weight_count
-    plans = {} if source.packed else _plans(source)
+    sizes, packed_bits = ({}, _stored_packed_bits(source)) if source.packed else _plan_sizes(source)
     return Inspection(
         path=str(source.path),
         model_type=source.model_type,
@@ -105,12 +105,8 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
         recipe=source.recipe,
         packed=len(source.packed),
         lam=_lambdas(source),
-        sizes={
-            "as it is": source.checkpoint.stored_nbytes,
-            "16": bytes_at_16_bits(parameters),
-            **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
-        },
-        packed_bits=_stored_packed_bits(source) | {scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
+        sizes={"as it is": source.checkpoint.stored_nbytes, "16": bytes_at_16_bits(parameters), **sizes},
+        packed_bits=packed_bits,
         rounded=source.checkpoint.earlier_rounding_clause,
     )
 
@@ -170,7 +166,7 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
     source = open_weights(path)
     tensors = source.checkpoint.tensors
     chosen = [tensors[source.packable_weights[module]] for module in source.linears]
-    plans = _plans(source) if chosen and not source.packed else {}
+    sizes, packed_bits = _plan_sizes(source) if chosen and not source.packed else ({}, {})
     parameters = sum(torch.Size(info.shape).numel() for info in tensors.values())
     return WeightInspection(
         path=str(source.path),
@@ -181,11 +177,8 @@ def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
         experts=sum(len(info.shape) == 3 for info in chosen),
         chosen_parameters=sum(torch.Size(info.shape).numel() for info in chosen),
         packed=len(source.packed),
-        sizes={
-            "as it is": source.checkpoint.stored_nbytes,
-            **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
-        },
-        packed_bits={scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
+        sizes={"as it is": source.checkpoint.stored_nbytes, **sizes},
+        packed_bits=packed_bits,
         rounded=source.checkpoint.earlier_rounding_clause,
     )
 
@@ -211,21 +204,22 @@ def _lambdas(source: Source) -> list[float]:
     return [float(weight.square().mean().sqrt()) for weight in read("lambda_proj.weight")]
 
 
-def _plans(source: Source | WeightSource) -> dict[str, QuantizationPlan | None]:
-    """Return a plan for each of `WIDTHS`, or None if it does not fit the weights."""
-    plans: dict[str, QuantizationPlan | None] = {}
+def _plan_sizes(source: Source | WeightSource) -> tuple[dict[str, int | None], dict[str, float]]:
+    """Return `sizes` and `packed_bits`, as in `Inspection`, under each of `WIDTHS`."""
+    sizes: dict[str, int | None] = {}
+    packed_bits = {}
     for scheme in WIDTHS:
         try:
-            plans[scheme] = plan_quantization(source, Recipe.of(weights=scheme))
+            plan = plan_quantization(source, Recipe.of(weights=scheme))
         except CheckpointError:
-            plans[scheme] = None
-    return plans
+            sizes[scheme] = None
+        else:
+            sizes[scheme], packed_bits[scheme] = plan.bytes_after, plan.packed_bits
+    return sizes, packed_bits
 
 
 def _stored_packed_bits(source: Source) -> dict[str, float]:
-    """Return the mean stored bits per packed weight, under the key "as it is"; {} for an unquantized checkpoint."""
-    if not source.packed:
-        return {}
+    """Return the mean stored bits per packed weight of a quantized checkpoint, under the key "as it is"."""
     tensors, shapes = source.checkpoint.tensors, source.adapter.source_shapes()
     packed = {m: shape for name, shape in shapes.items() if (m := name.removesuffix(".weight")) in source.packed}
     nbytes = sum(

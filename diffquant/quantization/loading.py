@@ -93,7 +93,7 @@ def load(
         calibrated = read_ranges(Path(scales), source)
         calibrated.check_recipe(recipe)
         ranges |= calibrated.tensors
-    rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else keep_unchanged
+    rewrite = _rewrite_as_stored(source, schemes, recipe)
     model = build_model(source, as_dtype(dtype, device), device, packed, rewrite, device_map)
     source.check_unchanged()
     model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.items()}
@@ -119,7 +119,7 @@ def load_by_layer(source: Source, recipe: Recipe) -> CausalModel:
         CheckpointError: the checkpoint changed since it was opened.
     """
     recipe, schemes = resolve_recipe(source, recipe)
-    rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else keep_unchanged
+    rewrite = _rewrite_as_stored(source, schemes, recipe)
     model = build_model(source, torch.float32, rewrite=rewrite, by_layer=True, unsplit_modules=schemes)
     model.model.recipe = recipe
     model.apply_recipe(recipe)
@@ -147,8 +147,9 @@ def quantize_model(model: CausalModel, recipe: RecipeLike) -> CausalModel:
 
 def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
     """Return a function that replaces each parameter by the values that `quantize` would store."""
+    if not schemes:
+        return keep_unchanged
     rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, report_nothing).finish()
-
     unpacked, magnitudes = unpacked_dtypes(source), Magnitudes(source.checkpoint, schemes)
 
     def round_weight(name: str, data: Tensor) -> Tensor:

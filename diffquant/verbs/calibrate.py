@@ -1,7 +1,6 @@
 """The verb `calibrate`: finds static ranges of K, V and logits, or an importance matrix, and writes a file."""
 
 from collections.abc import Callable
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -74,7 +73,7 @@ def calibrate(
     from diffquant.calib.calibration.observers import Observer
     from diffquant.checkpoints.gguf import is_own_gguf
     from diffquant.checkpoints.location import is_gguf
-    from diffquant.checkpoints.ranges import check_calibrated_output, write_ranges
+    from diffquant.checkpoints.ranges import check_calibrated_output, is_own_ranges, write_ranges
 
     def run(measure: Callable[..., _Made], *arguments: object) -> _Made:
         return measure(
@@ -92,13 +91,13 @@ def calibrate(
     file = Path(output)
     if is_gguf(file):
         _refuse_settings_of_ranges(targets=targets, observer=observer, bits=bits)
-        check_calibrated_output(file, overwrite, partial(is_own_gguf, kind="imatrix"))
+        check_calibrated_output(file, overwrite, is_own_gguf(file, "imatrix"))
         imatrix = run(write_importance, file)
         say_files_written([output])
         return imatrix
     if file.suffix == ".dat":  # as llama.cpp once named an importance matrix
         raise UsageError(f"{file}: write an importance matrix as {file.stem}.gguf, or ranges as scales.safetensors")
-    check_calibrated_output(file, overwrite)
+    check_calibrated_output(file, overwrite, is_own_ranges(file))
     ranges, fits = run(observe, split_texts(targets), Observer.parse(observer, bits))
     write_ranges(file, ranges)
     say_files_written([output])

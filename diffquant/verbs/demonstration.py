@@ -178,23 +178,24 @@ def quantize_and_export(weights: Path, output: Path, overwrite: bool) -> None:
     differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
 
     print_output(f"2. SmolLM2-135M-Instruct ({weights.name}) is converted to DIFF V2")
-    print_output(
-        convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary()
+    converted = convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert"))
+    print_output(converted.summary())
+    _tell(
+        "Every query head was doubled and λ starts at ½, so both maps are equal and the model computes the same as "
+        "the Transformer: a valid DIFF checkpoint that has not learned to cancel noise.\n"
     )
-    print_output("Every query head was doubled and λ starts at ½, so both maps are equal and the")
-    print_output("model computes the same as the Transformer: a valid DIFF checkpoint that has not")
-    print_output("learned to cancel noise.\n")
 
     print_output(f"3. Quantize: weights {RECIPE.weights}, KV cache {RECIPE.k}")
     print_output(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
-    print_output("The package's linear weights already have 4 bits (Q4_1), so 4-bit results look")
-    print_output("better than from 16-bit weights. Transformers and vLLM need the embedding at 16")
-    print_output("bits, so the folder is larger than the package's file.\n")
+    _tell(
+        "The package's linear weights already have 4 bits (Q4_1), so 4-bit results look better than from 16-bit "
+        "weights. Transformers and vLLM need the embedding at 16 bits, so the folder is larger than the package's "
+        "file.\n"
+    )
 
     print_output("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
     generate_in_torch_and_onnx(low, output / "smollm2-diff-v2-4bit-onnx", SMOLLM2_PROMPT, _NEW_TOKENS, overwrite)
 
     print_output("5. How far are its predictions from those of the 16-bit model?")
     print_output(str(fidelity(differential, low, characters=_CHARACTERS)))
-    print_output("Rounding was by mse, which is quick. The default for models of up to a billion")
-    print_output("weights, gptq, loses less.\n")
+    _tell("Rounding was by mse, which is quick. The default for models of up to a billion weights, gptq, loses less.\n")

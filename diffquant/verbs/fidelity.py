@@ -127,7 +127,7 @@ def fidelity(
 
 def _compare(sides: "list[ComparedModel]", chunks: "Tensor", about: JsonObject, progress: Progress) -> "Fidelity":
     from diffquant.measure.fidelity import calibration_note, compare_distributions
-    from diffquant.measure.fidelity.base_file import count_scored_positions
+    from diffquant.measure.fidelity.models import count_scored_positions
     from diffquant.measure.fidelity.result import Fidelity
     from diffquant.support.installation import provenance, versions
 
@@ -201,7 +201,7 @@ def _chunks(
     """
     from diffquant.checkpoints.texts import load_text, text_digest
     from diffquant.measure.fidelity import cut_chunks
-    from diffquant.measure.fidelity.base_file import count_scored_positions
+    from diffquant.measure.fidelity.models import count_scored_positions
     from diffquant.measure.fidelity.result import count_interval_groups
 
     about: JsonObject

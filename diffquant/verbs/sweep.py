@@ -99,7 +99,7 @@ def sweep(
         offload_folder=to_path(offload_folder),
     )
     # Imported after the options are checked, since these import torch.
-    from diffquant.measure.sweep.engines import choose_executor
+    from diffquant.measure.sweep.engines import choose_engine
     from diffquant.measure.sweep.outputs import write_outputs
     from diffquant.measure.sweep.run import run_sweep
     from diffquant.onnx.targets import runtime_of
@@ -115,7 +115,7 @@ def sweep(
             on_plan(work)
         say(f"sweep: {work.splitlines()[0]}")
 
-    options, engine = choose_executor(options, workers, devices, ray, say)
+    options, engine = choose_engine(options, workers, devices, ray, say)
     result = run_sweep(to_paths(models), options, folder, shown, runtime_of, engine, report_plan, shard or "")
     if shard is None:
         say_files_written(write_outputs(result, folder))

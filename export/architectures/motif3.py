@@ -7,7 +7,6 @@ them.
 In functions that add a block, `x` is the name of its input, and names of its parameters start with `prefix`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -26,8 +25,8 @@ from diffquant.model.windowed_cache import MixedCache
 from diffquant.onnx.architectures.experts import add_head_matrices, scale_by
 from diffquant.onnx.architectures.transformer import add_norm
 from diffquant.onnx.graph.decoder import EMBEDDED, LAYER_OUTPUT, Decoder
-from diffquant.onnx.graph.op import DOMAIN, NAME, AttentionAttributes, make_function
-from diffquant.onnx.graph.plan import EMBEDDING, ExportPlan, Scales
+from diffquant.onnx.graph.op import DOMAIN, AttentionAttributes, make_function
+from diffquant.onnx.graph.plan import EMBEDDING
 from diffquant.onnx.verification.caches import GrowingCache
 from diffquant.onnx.verification.reference import Reference
 
@@ -143,10 +142,7 @@ class Motif3Decoder(Decoder):
     """Builds Motif-3's ONNX graph, with latent attention, experts and several residual streams."""
 
     reference_class = Motif3Reference
-
-    def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
-        super().__init__(plan, scales)
-        self.own = cast(Motif3Architecture, self.architecture)
+    architecture: Motif3Architecture
 
     def attention_attributes(self, window: int | None = None) -> AttentionAttributes:
         # The scale is that of the model's own queries, which are narrower than those over latents.
@@ -154,7 +150,7 @@ class Motif3Decoder(Decoder):
 
     def add_embedding(self, ids: str) -> str:
         rows = self.linears.add_lookup(ids, self.plan.matrices[EMBEDDING], "token_rows")
-        return self.graph.add("Concat", *[rows] * self.own.mhc_expansion_rate, axis=-1, name=EMBEDDED)
+        return self.graph.add("Concat", *[rows] * self.architecture.mhc_expansion_rate, axis=-1, name=EMBEDDED)
 
     def add_layer(self, x: str, blocks: Blocks) -> str:
         mixer, network, first, second, *gates = blocks
@@ -168,7 +164,7 @@ class Motif3Decoder(Decoder):
 
     def add_final_norm(self, x: str) -> str:
         graph = self.graph
-        by_stream = graph.int64("by_stream", (0, 0, self.own.mhc_expansion_rate, self.own.hidden_size))
+        by_stream = graph.int64("by_stream", (0, 0, self.architecture.mhc_expansion_rate, self.config.hidden_size))
         streams = graph.to_float32(graph.add("Reshape", x, by_stream))
         mean = graph.add("ReduceMean", streams, graph.int64("streams_axis", (2,)), keepdims=0)
         return super().add_final_norm(graph.to_activation_type(mean))
@@ -207,7 +203,7 @@ def add_latent_attention(decoder: Decoder, x: str, prefix: str, block: LatentAtt
 
     Latents are not expanded: queries are multiplied by the key matrices, and outputs by the value matrices.
     """
-    graph, layer, spec = decoder.graph, block.layer, block.spec
+    graph, spec = decoder.graph, block.spec
     of_query, kept = decoder.add_linears(x, [f"{prefix}.wq_a", f"{prefix}.wkv_a"])
     query_latent = add_norm(decoder, of_query, f"{prefix}.q_norm", RMSNormBlock(0, block.eps))
     raw, turning = graph.split(kept, [block.latent, block.rope])
@@ -222,10 +218,7 @@ def add_latent_attention(decoder: Decoder, x: str, prefix: str, block: LatentAtt
     inputs = [_queries(decoder, query_latent, prefix, block), key, value, lam, *decoder.add_past_inputs()]
     inputs += [*decoder.tokens.lengths, "", ""]
     inputs += [*(decoder.add_cache_scales() or ["", ""]), signal_gate, ""]
-    attended = f"layers.{layer}.attention"
-    graph.add_with_outputs(
-        NAME, inputs, [attended, *present], DOMAIN, **decoder.attention_attributes(block.window).to_dict()
-    )
+    attended = decoder.add_attention_node(inputs, present, block.window)
     rows = graph.int64("pairs_by_group", (0, 0, spec.kv_pairs, -1, block.latent + block.rope))
     bounds = [graph.int64(f"channel.{bound}", (bound,)) for bound in (0, block.latent, -1)]
     of_latents = graph.add("Slice", graph.add("Reshape", attended, rows), *bounds)

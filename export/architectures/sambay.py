@@ -25,7 +25,7 @@ from diffquant.model.sambay.layers import LayerState, SambaYLayer, layer_norm
 from diffquant.model.windowed_cache import MixedCache, RecurrentLayer
 from diffquant.onnx.graph.decoder import Decoder
 from diffquant.onnx.graph.nodes import EMITTED
-from diffquant.onnx.graph.op import DOMAIN, NAME
+from diffquant.onnx.graph.op import DOMAIN
 from diffquant.onnx.graph.ops import (
     CAUSAL_CONVOLUTION,
     SELECTIVE_SCAN,
@@ -169,10 +169,7 @@ def add_attention(decoder: Decoder, x: str, prefix: str, block: FusedAttentionBl
     inner = f"{prefix}.inner_cross_attn"
     lam = decoder.add_scalar_lam(inner)
     inputs = [query, key, value, lam, *past, *decoder.tokens.lengths, "", "", *(scales or ["", ""]), "", ""]
-    attended = f"layers.{layer}.attention"
-    graph.add_with_outputs(
-        NAME, inputs, [attended, *present], DOMAIN, **decoder.attention_attributes(block.window).to_dict()
-    )
+    attended = decoder.add_attention_node(inputs, present, block.window)
     return decoder.add_linear(decoder.add_post_norm(attended, inner), f"{prefix}.out_proj")
 
 

@@ -11,7 +11,7 @@ from diffquant.family.heads import PROJECTIONS
 from diffquant.model.blocks import AttentionBlock, MLPBlock, RMSNormBlock
 from diffquant.onnx.graph.decoder import Decoder
 from diffquant.onnx.graph.nodes import EMITTED, add_rms_norm
-from diffquant.onnx.graph.op import CONTRIB, DOMAIN, NAME
+from diffquant.onnx.graph.op import CONTRIB, DOMAIN
 from diffquant.onnx.graph.ops import QUANTIZED_ATTENTION
 from diffquant.onnx.graph.plan import cached_key_width
 from diffquant.onnx.verification.reference import Reference
@@ -62,10 +62,10 @@ def add_attention(decoder: Decoder, x: str, prefix: str, block: AttentionBlock) 
     past, present = decoder.add_past_inputs(), decoder.add_present_outputs()
     tables = _tables(decoder) if spec.rope != "none" else ["", ""]
     scales = decoder.add_cache_scales()
-    attended = f"layers.{block.layer}.attention"
-    outputs = [attended, *present]
     if spec.maps == 1:
-        _plain_attention(decoder, [q, k, v, *past, *decoder.tokens.lengths, *tables], scales, outputs)
+        attended = f"layers.{block.layer}.attention"
+        inputs = [q, k, v, *past, *decoder.tokens.lengths, *tables]
+        _plain_attention(decoder, inputs, scales, [attended, *present])
         if gate := decoder.add_output_gate(x, prefix):
             attended = graph.add("Mul", attended, gate)
     else:
@@ -73,7 +73,7 @@ def add_attention(decoder: Decoder, x: str, prefix: str, block: AttentionBlock) 
         signal_gate, lam = decoder.add_signal_gate_and_lam(x, prefix)
         gates = [signal_gate, decoder.add_output_gate(x, prefix)]
         inputs = [q, k, v, lam, *past, *decoder.tokens.lengths, *tables, *(scales or ["", ""]), *gates]
-        graph.add_with_outputs(NAME, inputs, outputs, DOMAIN, **decoder.attention_attributes().to_dict())
+        attended = decoder.add_attention_node(inputs, present)
         if decoder.options.web:
             values = {QUERY: _rotate_queries(decoder, q, tables), LAMBDA: lam, SIGNAL_GATE: signal_gate}
             for name, value in values.items():

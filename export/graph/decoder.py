@@ -3,7 +3,7 @@
 Methods that add nodes return the name of the value that they compute.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -15,12 +15,11 @@ from diffquant.family.norm import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.model.blocks import Block, Blocks
 from diffquant.onnx.graph.body import BodyKind, contrib_problems, make_function_body
 from diffquant.onnx.graph.linears import FLOAT_KINDS, Linears
-from diffquant.onnx.graph.nodes import Graph, activation_functions, add_rms_norm, inline_functions
+from diffquant.onnx.graph.nodes import Graph, add_rms_norm, inline_functions, poly_norm_function
 from diffquant.onnx.graph.op import CONTRIB, DOMAIN, GATES, NAME, VERSION, AttentionAttributes
 from diffquant.onnx.graph.ops import MATMUL, matmul_function, quantized_attention_function
 from diffquant.onnx.graph.padding import SEQUENCE, TokenInputs, add_padding_shift, gather_head_inputs
 from diffquant.onnx.graph.plan import EMBEDDING, HEAD, ExportPlan, Scales, cached_key_width
-from diffquant.onnx.options import IR_VERSION
 
 PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
@@ -88,7 +87,8 @@ class Decoder:
 
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
         """Return the finished ONNX model; `initializers` are the tensors of the data file, by name."""
-        own = activation_functions(self.config.hidden_act, self.options.opset) + list(self._functions.values())
+        own = [poly_norm_function(self.options.opset)] if self.config.hidden_act == "poly_norm" else []
+        own += self._functions.values()
         if self.spec.maps == 2:
             own.append(self._attention_function())
         elif self.scales:
@@ -96,7 +96,7 @@ class Decoder:
         if any((node.domain, node.op_type) == (DOMAIN, MATMUL) for node in self.graph.nodes):
             own.append(matmul_function(self.options.opset))
         domains = {CONTRIB: 1} | ({DOMAIN: VERSION} if own else {})
-        model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
+        model = self.graph.model(initializers, self.options.opset, domains)
         model.functions.extend(own)
         return inline_functions(model) if self.options.portable else model
 
@@ -157,6 +157,17 @@ class Decoder:
             logit_shift=int(options.logits.has_transform("shift")),
             signals_per_noise=spec.signals_per_noise,
         )
+
+    def add_attention_node(self, inputs: Sequence[str], present: Sequence[str], window: int | None = None) -> str:
+        """Add the layer's node of the attention op, and return the name of its output.
+
+        Args:
+            present: names of its outputs for present keys and values.
+            window: as in `attention_attributes`.
+        """
+        attended, attributes = f"layers.{self.layer}.attention", self.attention_attributes(window).to_dict()
+        self.graph.add_with_outputs(NAME, inputs, [attended, *present], DOMAIN, **attributes)
+        return attended
 
     def _attention_function(self) -> FunctionProto:
         """Return the function body of the attention op, which all attention nodes share; only their windows differ."""

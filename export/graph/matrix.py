@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffquant.checkpoints.compressed_tensors import SCALE, codes_suffix, decode_codes
 from diffquant.checkpoints.reader import Checkpoint
+from diffquant.checkpoints.row_stream import check_rows_finite
 from diffquant.checkpoints.source import Source
 from diffquant.errors import DiffQuantError, GroupSizeError, UsageError
 from diffquant.family.heads import HeadLayout
@@ -20,7 +21,6 @@ from diffquant.onnx.options import ExportOptions
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
-from diffquant.recipe.numbers.absmax import check_finite
 from diffquant.recipe.scheme import FULL, Scheme
 from diffquant.support.names import first_few, option_name
 
@@ -94,7 +94,7 @@ class Matrix:
             NonFiniteError: the rows contain NaN or infinity.
         """
         rows = self._read_ordered(self.stored_name, first, last)
-        check_finite(rows, f"{self.stored_name}, rows {first} to {last - 1},")
+        check_rows_finite(rows, self.stored_name, first)
         return rows
 
     def read_codes(self, first: int, last: int) -> Tensor:

@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, inliner, numpy_helper
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
 from diffquant.model.activations import POLY_NORM_EPS
 from diffquant.onnx.graph.op import DOMAIN, make_function
-from diffquant.onnx.options import DEFAULT_OPSET
+from diffquant.onnx.options import DEFAULT_OPSET, IR_VERSION
 from diffquant.support.names import option_name
 
 
@@ -131,21 +130,18 @@ class Graph:
         """Add a constant int64 vector, and return its name."""
         return self.constant(name, np.array(values, np.int64))
 
-    def model(
-        self, initializers: dict[str, TensorProto], opset: int, domains: Mapping[str, int], ir: int
-    ) -> onnx.ModelProto:
+    def model(self, initializers: dict[str, TensorProto], opset: int, domains: Mapping[str, int]) -> ModelProto:
         """Return the finished model.
 
         Args:
             initializers: tensors in the model's data file, by name.
             opset: version of the standard ONNX domain.
             domains: versions of the other domains, by name.
-            ir: version of the ONNX file format.
         """
         tensors = [*self.constants.values(), *initializers.values()]
         graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, tensors, value_info=self.values)
         imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(*domain) for domain in domains.items())]
-        return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
+        return helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION, producer_name="diffquant")
 
     def unused_name(self, op: str) -> str:
         """Return a new name for the output of a node, made from the current module and the op."""
@@ -180,11 +176,6 @@ def _poly_norm(graph: Graph, gate: str, parameters: Mapping[str, str]) -> str:
 
 
 EMITTED: Mapping[str, Emit] = {"silu": _silu, "swish": _silu, "poly_norm": _poly_norm}
-
-
-def activation_functions(hidden_act: str, opset: int) -> list[FunctionProto]:
-    """Return the ONNX functions that an MLP's activation function needs; empty if standard ops can compute it."""
-    return [poly_norm_function(opset)] if hidden_act == "poly_norm" else []
 
 
 def poly_norm_function(opset: int) -> FunctionProto:

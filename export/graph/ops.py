@@ -72,9 +72,9 @@ def rope_and_clip_text(heads: str, bits: int, rotates: bool) -> str:
 QUANTIZED_ATTENTION = "QuantizedAttention"
 
 
-# Integer attributes, named as in GroupQueryAttention.
-_COPIED = ("num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "local_window_size")
-_ATTRIBUTES = (*_COPIED, "kv_bit_width", "scale")
+_ATTRIBUTES = (
+    "num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "local_window_size", "kv_bit_width", "scale",
+)  # fmt: skip
 _INPUTS = (
     "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length",
     "cos_cache", "sin_cache", "k_scale", "v_scale",
@@ -94,14 +94,10 @@ def quantized_attention_function(opset: int, bits: int, rotates: bool) -> Functi
     return make_function(_SIGNATURE, text, opset, _ATTRIBUTES, has_contrib=True)
 
 
-_OPTIONS = [
-    *(f"{name}: int = @{name}" for name in _COPIED if "rota" not in name),
-    "scale: float = @scale",
-    "kv_cache_bit_width: int = @kv_bit_width",
-    'k_quant_type = "PER_CHANNEL"',
-    'v_quant_type = "PER_CHANNEL"',
-]
-_TEXT = f"""   output, present_key, present_value = {CONTRIB}.GroupQueryAttention <{", ".join(_OPTIONS)}> (
+_TEXT = f"""   output, present_key, present_value = {CONTRIB}.GroupQueryAttention <
+      num_heads: int = @num_heads, kv_num_heads: int = @kv_num_heads, local_window_size: int = @local_window_size,
+      scale: float = @scale, kv_cache_bit_width: int = @kv_bit_width,
+      k_quant_type = "PER_CHANNEL", v_quant_type = "PER_CHANNEL"> (
       query_turned, key_bounded, value_bounded, past_key, past_value, seqlens_k, total_sequence_length, , , , , ,
       k_scale, v_scale)"""
 

@@ -14,7 +14,6 @@ from diffquant.checkpoints.ranges import Ranges
 from diffquant.checkpoints.source import Source
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters import Adapter
 from diffquant.model.adapters.sizes import MOVING_ROPE
 from diffquant.model.architecture import Architecture
 from diffquant.model.blocks import Parameters
@@ -133,10 +132,6 @@ class ExportPlan:
     options: ExportOptions
 
     @property
-    def adapter(self) -> Adapter:
-        return self.source.adapter
-
-    @property
     def config(self) -> ArchitectureConfig:
         config: ArchitectureConfig = self.source.architecture.config
         return config
@@ -175,8 +170,8 @@ class ExportPlan:
             NonFiniteError: the vector contains NaN or infinity.
         """
         vector = self.source.read(name)
-        check_finite(vector, self.adapter.source_name(name))
-        order = self.adapter.layout_row_order(attention_head_layout(self.source.spec), name)
+        check_finite(vector, self.source.adapter.source_name(name))
+        order = self.source.adapter.layout_row_order(attention_head_layout(self.source.spec), name)
         return (vector if order is None else vector[order]).float()
 
     @property
@@ -210,8 +205,7 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
     """
     check_not_requantized(source, options.weights)
     check_exportable(source, "export")
-    problems = _problems(source, options)
-    if problems:
+    if problems := list(_problems(source, options)):
         raise CheckpointError(f"{source.path} cannot be exported: {'; '.join(problems)}")
     plan = ExportPlan(source, options)
     check_block_sizes(list(plan.matrices.values()))
@@ -249,37 +243,33 @@ def _layer_problems(architecture: Architecture, options: ExportOptions) -> Itera
         yield f"two codes of 4 bits share a byte, and its {what} have {', '.join(map(str, sorted(odd)))} channels"
 
 
-def _problems(source: Source, options: ExportOptions) -> list[str]:
+def _problems(source: Source, options: ExportOptions) -> Iterator[str]:
     config, spec = source.architecture.config, attention_spec(source.architecture)
-    problems = [*_layer_problems(source.architecture, options), *_activation_problems(source, options)]
+    yield from _layer_problems(source.architecture, options)
+    yield from _activation_problems(source, options)
     if config.hidden_act not in EMITTED:
-        problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
+        yield f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}"
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in MOVING_ROPE:
-        problems.append(f"its RoPE angles depend on the sequence's length (rope_type {rope['rope_type']!r})")
+        yield f"its RoPE angles depend on the sequence's length (rope_type {rope['rope_type']!r})"
     # Size of both RoPE tables, cosines and sines, with half a key row's channels each.
     angles = config.max_position_embeddings * cached_key_width(spec) * options.torch_dtype.itemsize
     if spec.rope != "none" and angles >= _LARGEST_GRAPH:
-        problems.append(
+        yield (
             f"its max_position_embeddings {config.max_position_embeddings:,} need {angles / 1e9:.1f} GB of angles, but "
             "model.onnx must be below 2 GB: reduce max_position_embeddings in config.json"
         )
     if spec.scale_by_init and spec.post_norm == "none":
-        problems.append("it scales attention by 1 - λ_init without a norm")
+        yield "it scales attention by 1 - λ_init without a norm"
     if spec.value_dim != cached_key_width(spec):
-        problems.append(
-            f"its values have {spec.value_dim} channels and its keys {cached_key_width(spec)}; both must be equal"
-        )
+        yield f"its values have {spec.value_dim} channels and its keys {cached_key_width(spec)}; both must be equal"
     if spec.maps == 1 and options.logits.quantizes:
-        problems.append(f"a Transformer's logits cannot be rounded in ONNX Runtime: leave out {option_name('logits')}")
+        yield f"a Transformer's logits cannot be rounded in ONNX Runtime: leave out {option_name('logits')}"
     if spec.maps == 1 and options.web:
-        problems.append(
-            f"a Transformer has no second map to show: leave out {option_name('web')}, or convert it to diff-v2"
-        )
+        yield f"a Transformer has no second map to show: leave out {option_name('web')}, or convert it to diff-v2"
     if spec.maps == 1:
-        widths = contrib_width_problems(spec.head_dim, spec.rope != "none")
-        problems += [f"ONNX Runtime's GroupQueryAttention cannot compute it: {problem}" for problem in widths]
-    return problems
+        for problem in contrib_width_problems(spec.head_dim, spec.rope != "none"):
+            yield f"ONNX Runtime's GroupQueryAttention cannot compute it: {problem}"
 
 
 def _activation_problems(source: Source, options: ExportOptions) -> Iterator[str]:

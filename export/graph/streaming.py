@@ -1,6 +1,6 @@
 """External data: one file next to model.onnx with all large tensors, written a few rows at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,6 @@ from onnx import TensorProto
 from torch import Tensor
 
 from diffquant.checkpoints.row_stream import map_in_order, open_workers, row_blocks
-from diffquant.onnx.files import DATA_FILE
 from diffquant.support.files import PreallocatedFile
 from diffquant.support.progress import Progress
 
@@ -48,7 +47,7 @@ class StreamedTensor:
         return self.shape[0] * self.row_bytes
 
 
-def assign_offsets(tensors: Sequence[StreamedTensor], data_name: str = DATA_FILE) -> tuple[dict[str, TensorProto], int]:
+def assign_offsets(tensors: Sequence[StreamedTensor], data_name: str) -> tuple[dict[str, TensorProto], int]:
     """Assign tensors to offsets in the data file; return their initializers by name, and the file's size in bytes."""
     placed: dict[str, TensorProto] = {}
     end = 0
@@ -59,9 +58,15 @@ def assign_offsets(tensors: Sequence[StreamedTensor], data_name: str = DATA_FILE
     return placed, end
 
 
-def write_data_file(path: Path, tensors: Sequence[StreamedTensor], progress: Progress) -> None:
-    """Write the tensors to the data file, with a few blocks of rows per core in memory at a time."""
-    placed, size = assign_offsets(tensors)
+def write_data_file(
+    path: Path, tensors: Sequence[StreamedTensor], placed: Mapping[str, TensorProto], size: int, progress: Progress
+) -> None:
+    """Write the tensors to the data file, with a few blocks of rows per core in memory at a time.
+
+    Args:
+        placed, size: result of `assign_offsets`.
+    """
+    offsets = {name: _entry(proto, "offset") for name, proto in placed.items()}
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
     with closing(PreallocatedFile(path, size)) as file, open_workers() as pool:
@@ -71,7 +76,6 @@ def write_data_file(path: Path, tensors: Sequence[StreamedTensor], progress: Pro
             file.put(data.data.cast("B"), offsets[tensor.name] + first * tensor.row_bytes)
             return tensor.name, data.nbytes
 
-        offsets = {name: _entry(proto, "offset") for name, proto in placed.items()}
         tasks = (
             (tensor, first, last) for tensor in tensors for first, last in row_blocks(tensor.shape[0], tensor.width)
         )

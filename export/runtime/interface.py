@@ -17,30 +17,11 @@ from diffquant.onnx.graph.ops import MATMUL
 from diffquant.support.files import check_no_special_files
 
 
-def check_external(model: ModelProto, path: Path, folder: Path) -> None:
-    """Check that every external tensor's file is in the graph's folder, and is long enough for the tensor.
-
-    Args:
-        path: path of the graph's file.
-        folder: exported folder. Symbolic links may lead only to files in it, or to blobs of the Hugging Face cache that
-            it is in.
-
-    Raises:
-        CheckpointError: some tensors fail the check; the message names them all.
-    """
-    problems: dict[str, None] = {}
-    for tensor in model.graph.initializer:
-        if tensor.data_location == TensorProto.EXTERNAL:
-            problems |= dict.fromkeys(_external_problems(tensor, path.parent, folder))
-    if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}; export the model again")
-
-
 def load_graph(folder: Path) -> ModelProto:
     """Load an exported graph without its external data, and check that the data files are complete.
 
     Raises:
-        CheckpointError: the graph or its data is missing or damaged.
+        CheckpointError: the graph or its data is missing or damaged; the message names all tensors without data.
     """
     check_exported(folder)
     path = model_file(folder)
@@ -52,7 +33,10 @@ def load_graph(folder: Path) -> ModelProto:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's own exception type is no part of its interface
         raise CheckpointError(f"{path} is damaged ({error}); export the model again") from error
-    check_external(model, path, folder)
+    external = (tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL)
+    found = (_external_problem(tensor, path.parent, folder) for tensor in external)
+    if problems := dict.fromkeys(filter(None, found)):
+        raise CheckpointError(f"{path}: {'; '.join(problems)}; export the model again")
     return model
 
 
@@ -69,11 +53,9 @@ def resolve_data_links(model: ModelProto, path: Path) -> Path:
         Folder of the data files.
     """
     folder = path.parent
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                file = (path.parent / entry.value).resolve()
-                folder, entry.value = file.parent, file.name
+    for entry in _data_locations(model):
+        file = (path.parent / entry.value).resolve()
+        folder, entry.value = file.parent, file.name
     return folder.resolve()
 
 
@@ -83,31 +65,40 @@ def has_symlinked_data(model: ModelProto, path: Path) -> bool:
     Args:
         path: path of the graph's file.
     """
-    names = {
-        entry.value for tensor in model.graph.initializer for entry in tensor.external_data if entry.key == "location"
-    }
-    return any((path.parent / name).is_symlink() for name in names)
+    return any((path.parent / name).is_symlink() for name in {entry.value for entry in _data_locations(model)})
 
 
-def _external_problems(tensor: TensorProto, beside: Path, folder: Path) -> list[str]:
+def _data_locations(model: ModelProto) -> Iterator[onnx.StringStringEntryProto]:
+    """Yield the entry of each external tensor that names its data file."""
+    for tensor in model.graph.initializer:
+        yield from (entry for entry in tensor.external_data if entry.key == "location")
+
+
+def _external_problem(tensor: TensorProto, beside: Path, folder: Path) -> str | None:
+    """Explain why a data file lacks a tensor, or return None if it has the tensor.
+
+    Args:
+        beside: folder of the graph.
+        folder: exported folder. Links may lead only to files in it, or to blobs of the hub's cache that it is in.
+    """
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     name = PurePosixPath(location)
     if not location or name.is_absolute() or ".." in name.parts:
-        return [f"{tensor.name} lies outside the folder, at {location!r}"]
+        return f"{tensor.name} lies outside the folder, at {location!r}"
     file = beside / location
     if not file.is_file():
-        return [f"{location} is missing"]
+        return f"{location} is missing"
     if not is_inside_folder_or_cache(folder, file):
-        return [f"{location} is a link that leads out of the folder"]
+        return f"{location} is a link that leads out of the folder"
     places = {key: entries.get(key, "0") for key in ("offset", "length")}
     odd = [f"{key} {value[:40]!r}" for key, value in places.items() if not re.fullmatch("[0-9]{1,18}", value)]
     if odd:
-        return [f"{tensor.name} has {' and '.join(odd)}, which is not a number of bytes"]
+        return f"{tensor.name} has {' and '.join(odd)}, which is not a number of bytes"
     end = sum(map(int, places.values()))
     if end > file.stat().st_size:
-        return [f"{location} is truncated: it has {file.stat().st_size} bytes, and {tensor.name} ends at {end}"]
-    return []
+        return f"{location} is truncated: it has {file.stat().st_size} bytes, and {tensor.name} ends at {end}"
+    return None
 
 
 # Output name by input name, without the layer: of keys and values per token, and of recurrent states.

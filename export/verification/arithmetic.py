@@ -93,7 +93,7 @@ class ExportedWeights:
             if matrix.stored.quantizes and dtype is torch.float32:
                 continue
             if matrix.scheme.quantizes:
-                in_model_order = replace(matrix, order=self._plan.adapter.row_order(name))
+                in_model_order = replace(matrix, order=self._plan.source.adapter.row_order(name))
                 scale_dtype = dtype if matrix.has_codes else torch.float32
                 parameter.data = in_model_order.dequantize(0, rows, scale_dtype).view(parameter.shape)
             if not matrix.has_codes:

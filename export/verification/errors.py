@@ -40,16 +40,8 @@ class StageErrors:
         """
         return tuple(float(torch.cat(parts).quantile(share)) for parts in zip(*self.passages, strict=True))
 
-    def select_positions(self, firsts: Sequence[int] = (), lengths: Sequence[int] = ()) -> "StageErrors":
-        """Return the errors of the first passages only, at some of their positions.
-
-        One passage is kept for each entry of `firsts`, or of `lengths` if `firsts` is empty.
-
-        Args:
-            firsts: for each passage, the first position to keep; all later positions are kept, too.
-            lengths: for each passage, the number of positions to keep at its beginning.
-        """
-        ranges = [slice(first, None) for first in firsts] or [slice(length) for length in lengths]
+    def select_positions(self, ranges: Iterable[slice]) -> "StageErrors":
+        """Return the errors at a range of positions of each passage; without the passages that have no range."""
         kept = zip(self.passages, ranges, strict=False)
         return StageErrors(tuple(tuple(errors[each] for errors in stages) for stages, each in kept))
 
@@ -78,7 +70,7 @@ class StageNoise:
         # Four standard errors, where a passage counts as four samples.
         share = 0.5 + 1 / math.sqrt(len(firsts))
         if share < 1:
-            return self.rounded.select_positions(firsts).quantile(share)
+            return self.rounded.select_positions(slice(first, None) for first in firsts).quantile(share)
         return self.flipped.quantile(0.9)
 
     @property
@@ -147,7 +139,8 @@ def measure_stage_noise(
         some, flipped = _disturb_stages(reference, passages, states, rounds, reading, (rounded, FLIPPING))
         return StageNoise(some, flipped, many_flipped)
     (some,) = _disturb_stages(reference, passages, states, rounds, reading, (rounded,))
-    return StageNoise(some, many_flipped.select_positions(lengths=[ids.shape[1] for ids in passages]), many_flipped)
+    flipped = many_flipped.select_positions(slice(ids.shape[1]) for ids in passages)
+    return StageNoise(some, flipped, many_flipped)
 
 
 def _disturb_stages(

@@ -129,20 +129,19 @@ class Verification(PrintableResult):
     notes: tuple[str, ...]
 
     @property
+    def measures(self) -> list[Measure]:
+        """All measured errors."""
+        of_routes = (measure for route in self.routes for measure in route.measures)
+        return [each for each in (*of_routes, self.cache, self.scales, self.rotation) if each is not None]
+
+    @property
     def passed(self) -> bool:
-        beside = (self.cache, self.scales, self.rotation)
-        return (
-            not self.failures
-            and not self.bodies
-            and all(each.passed for each in (*self.routes, *beside) if each is not None)
-        )
+        return not self.failures and not self.bodies and all(each.passed for each in self.measures)
 
     @property
     def largest_ratio(self) -> float:
         """Largest ratio of an error to its limit; infinite if an error is NaN."""
-        beside = (self.cache, self.scales, self.rotation)
-        routes = (measure for route in self.routes for measure in route.measures)
-        return max((each.ratio for each in (*routes, *beside) if each is not None), default=0.0)
+        return max((each.ratio for each in self.measures), default=0.0)
 
     def to_dict(self) -> dict[str, object]:
         return {"passed": self.passed, "verdict": self.verdict(), **asdict(self)}

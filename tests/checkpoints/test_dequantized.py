@@ -296,3 +296,12 @@ def test_damaged_tensors_of_bitsandbytes_are_named(tmp_path, part, data, problem
     edit_tensors(tmp_path / "packed", {f"{UP}.weight.{part}": data})
     with pytest.raises(CheckpointError, match=problem):
         open_checkpoint(tmp_path / "packed")
+
+
+def test_eight_bit_floats_of_bitsandbytes_need_scales_too(tmp_path):
+    write_nf4(tmp_path / "packed")
+    gate = UP.replace("up_proj", "gate_proj") + ".weight"
+    codes = load_file(tmp_path / "packed" / "model.safetensors")[gate].to(torch.float8_e4m3fn)
+    edit_tensors(tmp_path / "packed", {gate: codes})
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight is torch\.float8_e4m3fn, and its scales are missing"):
+        open_checkpoint(tmp_path / "packed")

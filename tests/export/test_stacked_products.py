@@ -34,9 +34,9 @@ def outputs(folder, plan, together, rows):
     for node in graph.nodes:
         node.domain = "" if node.op_type == "Split" else "com.microsoft"
     folder.mkdir()
-    write_data_file(folder / "model.onnx.data", linears.streamed, lambda *_: None)
-    placed, _ = assign_offsets(linears.streamed)
-    model = graph.model(linears.with_views(placed), 23, {"com.microsoft": 1}, 10)
+    placed, size = assign_offsets(linears.streamed, "model.onnx.data")
+    write_data_file(folder / "model.onnx.data", linears.streamed, placed, size, lambda *_: None)
+    model = graph.model(linears.with_views(placed), 23, {"com.microsoft": 1})
     onnx.save(model, folder / MODEL_FILE)
     activations = np.random.default_rng(0).standard_normal((1, rows, plan.config.hidden_size)).astype(np.float32)
     session = ort.InferenceSession(folder / MODEL_FILE, providers=["CPUExecutionProvider"])

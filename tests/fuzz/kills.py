@@ -21,7 +21,7 @@ from diffquant.calib.calibration.calibrate import calibrate
 from diffquant.calib.search.allocation import Budget
 from diffquant.calib.search.outputs import write_search
 from diffquant.calib.search.search import Search
-from diffquant.checkpoints.ranges import check_calibrated_output, write_ranges
+from diffquant.checkpoints.ranges import check_calibrated_output, is_own_ranges, write_ranges
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.outputs import write_outputs
@@ -84,7 +84,7 @@ def _search(inputs: Path, output: Path) -> None:
 
 
 def _calibrate(inputs: Path, output: Path) -> None:
-    check_calibrated_output(output, overwrite=False)
+    check_calibrated_output(output, False, is_own_ranges(output))
     ranges, _ = calibrate(inputs, ("k", "v"), tokens=128, window=32)
     write_ranges(output, ranges)
 

@@ -20,7 +20,7 @@ import pytest
 from diffquant.errors import CheckpointError, DiffQuantError, MissingDependencyError, UsageError
 from diffquant.measure.sweep import workers as workers_
 from diffquant.measure.sweep.cell import Worker, check_same_environment, measure_all, remove_locks
-from diffquant.measure.sweep.engines import choose_executor
+from diffquant.measure.sweep.engines import choose_engine
 from diffquant.measure.sweep.grid import SweepOptions
 from diffquant.measure.sweep.run import run_sweep
 from diffquant.measure.sweep.subject import CheckpointSubject
@@ -300,18 +300,18 @@ def test_options_that_exclude_each_other_are_refused():
         (SweepOptions(), (0, (), None), "must be 1 or more"),
     ):
         with pytest.raises(UsageError, match=said):
-            choose_executor(options, *values, report_nothing)
-    options, engine = choose_executor(SweepOptions(), None, ("cpu", "cpu"), None, report_nothing)
+            choose_engine(options, *values, report_nothing)
+    options, engine = choose_engine(SweepOptions(), None, ("cpu", "cpu"), None, report_nothing)
     assert (options.device, engine.keywords["workers"], engine.keywords["devices"]) == ("cpu", 2, ("cpu", "cpu"))
-    alone, several = (choose_executor(SweepOptions(), workers, (), None, report_nothing)[1] for workers in (1, 3))
-    assert choose_executor(SweepOptions(), None, ("cpu",), None, report_nothing)[0].device == "cpu"
+    alone, several = (choose_engine(SweepOptions(), workers, (), None, report_nothing)[1] for workers in (1, 3))
+    assert choose_engine(SweepOptions(), None, ("cpu",), None, report_nothing)[0].device == "cpu"
     assert (alone.keywords["workers"], several.keywords["workers"]) == (1, 3)
 
 
 def test_without_ray_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'diffquant\[ray\]'"):
-        choose_executor(SweepOptions(), None, (), "auto", report_nothing)
+        choose_engine(SweepOptions(), None, (), "auto", report_nothing)
 
 
 def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, monkeypatch):

@@ -207,7 +207,7 @@ def test_a_base_keeps_log_probabilities_to_its_step(tmp_path):
     assert (opened.context, opened.vocabulary, opened.chunks) == (8, 7, 2)
     assert opened.fixed_chunks.tolist() == tokens.tolist()
     floor = torch.maximum(logs, logs.amax(-1, keepdim=True) - 16)
-    assert torch.allclose(opened.predict(1, tokens[1], 4).logs.flip(0), floor, atol=16 / 65535)
+    assert torch.allclose(opened.predict(1, tokens[1]).logs.flip(0), floor, atol=16 / 65535)
 
 
 def test_a_base_that_was_cut_short_is_refused(tmp_path):
@@ -305,9 +305,9 @@ def test_a_server_that_refuses_or_is_not_there_is_told_of(reference, candidate, 
 
 
 def answers(**changes):
-    """What a server says about a prompt of four tokens: its model, and two likeliest tokens of each position."""
+    """What a server says about a prompt of six tokens: its model, and two likeliest tokens of each position."""
     likeliest = {"5": {"logprob": -0.5}, "6": {"logprob": -1.0}}
-    completion = {"choices": [{"prompt_logprobs": [None, likeliest, likeliest, likeliest]}]}
+    completion = {"choices": [{"prompt_logprobs": [None, *[likeliest] * 5]}]}
     return {"/v1/models": {"data": [{"id": "x"}]}, "/tokenize": {"tokens": [1, 2]}, "/v1/completions": completion} | {
         {"models": "/v1/models", "tokenize": "/tokenize", "completions": "/v1/completions"}[name]: answer
         for name, answer in changes.items()
@@ -326,21 +326,21 @@ def told(*positions):
         *({"tokenize": answer} for answer in ({}, {"tokens": None}, {"tokens": ["a"]})),
         *({"completions": answer} for answer in ({}, {"choices": []}, {"choices": [None]})),
         told({"5": {"logprob": -1.0}, "6": {"logprob": -2.0}}),
-        told(*[{"5": {"logprob": -1.0}}] * 3),
-        told(*[{"5": {"logprob": -1.0}, "6": None}] * 3),
-        *(told(*[{"5": {"logprob": -1.0}, "6": {"logprob": log}}] * 3) for log in (None, math.nan, 0.5)),
-        *(told(*[{"5": {"logprob": -1.0}, name: {"logprob": -2.0}}] * 3) for name in ("six", "-6")),
+        told(*[{"5": {"logprob": -1.0}}] * 5),
+        told(*[{"5": {"logprob": -1.0}, "6": None}] * 5),
+        *(told(*[{"5": {"logprob": -1.0}, "6": {"logprob": log}}] * 5) for log in (None, math.nan, 0.5)),
+        *(told(*[{"5": {"logprob": -1.0}, name: {"logprob": -2.0}}] * 5) for name in ("six", "-6")),
     ],
 )
 def test_an_answer_of_another_form_is_refused_with_its_address(monkeypatch, changes):
     served = ServedModel("http://there", 2)
     monkeypatch.setattr(served, "_request", lambda path, body: answers()[path])
     served.tokens("a")
-    assert served.predict(0, torch.arange(4), 1).logs.shape == (2, 2)
+    assert served.predict(0, torch.arange(6)).logs.shape == (2, 2)
     served = ServedModel("http://there", 2)
     monkeypatch.setattr(served, "_request", lambda path, body: answers(**changes)[path])
     with pytest.raises(DiffQuantError, match=r"http://there/.* has no answer of vLLM's form"):
-        served.tokens("a"), served.predict(0, torch.arange(4), 1)
+        served.tokens("a"), served.predict(0, torch.arange(6))
 
 
 @in_one_test("address", ["http://[::1", "http://a b"])

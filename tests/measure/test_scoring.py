@@ -281,7 +281,7 @@ READERS = {
     ),
     "a prompt": lambda model: RequestEncoder(model.tokenizer, 512, model.vocabulary_size).encode(TEXT),
     "fidelity": lambda model: LocalModel("model", model, {}).tokens(TEXT),
-    "another's tokens": lambda model: LocalModel("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2]), 0),
+    "another's tokens": lambda model: LocalModel("model", model, {}).predict(0, torch.tensor([1, tiny_lm.WORDS, 2])),
 }
 
 

@@ -181,6 +181,7 @@ def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_p
         ({"device_map": {"": "disk"}} | folder, r"puts model\.embed_tokens on a place that does not compute"),
         ({"device_map": {"": "cpu", "model.layer.1": "cpu"}}, r"that the model does not have: model\.layer\.1$"),
         ({"device": "cpu", "device_map": "auto"}, "leave out device or device_map"),
+        ({"device_map": torch.device("cpu")}, "device_map must be 'auto' or a mapping from modules to devices"),
         (folder, "give device_map='auto' too"),
         ({"max_memory": {"cpu": "1GB"}}, "max_memory needs a device map: give device_map='auto' too"),
         ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "cannot read max_memory {'cpu': 'much'}"),

@@ -38,37 +38,33 @@ def read_bitsandbytes(_entry: Mapping[str, Any], stored: Checkpoint) -> Quantize
     Raises:
         CheckpointError: tensors do not match the layouts; the message names the first.
     """
-    parts = LayoutChecker(stored)
+    checker = LayoutChecker(stored, "bitsandbytes")
     matrices: dict[str, EncodedMatrix | None] = {}
     kinds: list[str] = []
     for kind in _KINDS:
-        for module in parts.modules_with(_STATE + kind):
+        for module in checker.modules_with(_STATE + kind):
             kinds.append(kind)
-            matrices[f"{module}.weight"] = _read_four_bits(stored, parts, module, kind)
-    for module in parts.modules_with(".SCB"):
+            matrices[f"{module}.weight"] = _read_four_bits(checker, module, kind)
+    for module in checker.modules_with(".SCB"):
         kinds.append("int8")
-        matrices[f"{module}.weight"] = _read_int8(stored, parts, module)
-    integers = (torch.uint8, torch.int8)
-    parts.problems += [
-        f"{name} is {info.dtype}, and its scales are missing"
-        for name, info in stored.tensors.items()
-        if name.endswith(".weight") and info.dtype in integers and name not in matrices
-    ]
-    parts.require_valid("bitsandbytes")
+        matrices[f"{module}.weight"] = _read_int8(checker, module)
+    checker.check_all_scaled(matrices)
+    checker.require_valid()
     found = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     return QuantizedMatrices(f"bitsandbytes {'/'.join(dict.fromkeys(kinds))}", found)
 
 
-def _read_int8(stored: Checkpoint, parts: LayoutChecker, module: str) -> EncodedMatrix | None:
+def _read_int8(checker: LayoutChecker, module: str) -> EncodedMatrix | None:
+    stored = checker.stored
     weight, scales, order = f"{module}.weight", f"{module}.SCB", f"{module}.weight_format"
-    shape = parts.check_shape(weight, 2, torch.int8)
-    if shape is None or not parts.check_tensor(scales, shape[:1], torch.float32):
+    shape = checker.check_shape(weight, 2, torch.int8)
+    if shape is None or not checker.check_tensor(scales, shape[:1], torch.float32):
         return None
     names = [weight, scales]
     if order in stored.tensors:
         names.append(order)
         if stored.read(order).flatten().tolist() not in ([], [0]):
-            parts.problems.append(f"{order}: {weight} is in a GPU kernel's order; only row order is supported")
+            checker.problems.append(f"{order}: {weight} is in a GPU kernel's order; only row order is supported")
             return None
 
     def rows(indices: Tensor) -> Tensor:
@@ -77,33 +73,34 @@ def _read_int8(stored: Checkpoint, parts: LayoutChecker, module: str) -> Encoded
     return EncodedMatrix((shape[0], shape[1]), tuple(names), model_dtype(stored.config), rows)
 
 
-def _read_four_bits(stored: Checkpoint, parts: LayoutChecker, module: str, kind: str) -> EncodedMatrix | None:
+def _read_four_bits(checker: LayoutChecker, module: str, kind: str) -> EncodedMatrix | None:
+    stored = checker.stored
     weight, state_name = f"{module}.weight", f"{module}{_STATE}{kind}"
     absmax, quant_map, nested_absmax, nested_map = (
         f"{weight}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     )
-    state = _read_state(stored, parts, state_name)
+    state = _read_state(checker, state_name)
     if state is None:
         return None
     shape, block = state["shape"], state["blocksize"]
     blocks = -(-math.prod(shape) // block)
     names = [weight, absmax, quant_map, state_name]
-    fits = [parts.check_tensor(quant_map, (16,), torch.float32)]
+    fits = [checker.check_tensor(quant_map, (16,), torch.float32)]
     is_nested = nested_absmax in stored.tensors
     if is_nested:
         names += [nested_absmax, nested_map]
         outer = -(-blocks // state["nested_blocksize"])
         fits += [
-            parts.check_tensor(absmax, (blocks,), torch.uint8),
-            parts.check_tensor(nested_map, (256,), torch.float32),
-            parts.check_tensor(nested_absmax, (outer,), torch.float32),
+            checker.check_tensor(absmax, (blocks,), torch.uint8),
+            checker.check_tensor(nested_map, (256,), torch.float32),
+            checker.check_tensor(nested_absmax, (outer,), torch.float32),
         ]
     else:
-        fits.append(parts.check_tensor(absmax, (blocks,), torch.float32))
+        fits.append(checker.check_tensor(absmax, (blocks,), torch.float32))
     info = stored.tensors.get(weight)
     nbytes = -(-math.prod(shape) // 2)
     if info is None or info.nbytes != nbytes:
-        parts.problems.append(f"{weight} has {info.nbytes if info else 0} bytes, not {nbytes}")
+        checker.problems.append(f"{weight} has {info.nbytes if info else 0} bytes, not {nbytes}")
         return None
     if not all(fits):
         return None
@@ -127,10 +124,10 @@ def _read_four_bits(stored: Checkpoint, parts: LayoutChecker, module: str, kind:
     return EncodedMatrix((shape[0], shape[1]), tuple(names), DTYPES[state["dtype"]], rows)
 
 
-def _read_state(stored: Checkpoint, parts: LayoutChecker, name: str) -> dict[str, Any] | None:
+def _read_state(checker: LayoutChecker, name: str) -> dict[str, Any] | None:
     """Read the stored description of a 4-bit matrix, or add a problem and return None."""
     try:
-        state = parse_json(bytes(stored.read(name).tolist()).decode())
+        state = parse_json(bytes(checker.stored.read(name).tolist()).decode())
         shape, sizes = state["shape"], [state["blocksize"], state.setdefault("nested_blocksize", 256)]
         state["nested_offset"] = float(state.setdefault("nested_offset", 0.0))
         fits = len(shape) == 2 and all(type(size) is int and size > 0 for size in [*shape, *sizes])
@@ -139,5 +136,5 @@ def _read_state(stored: Checkpoint, parts: LayoutChecker, name: str) -> dict[str
         fits = False
     if fits:
         return dict(state)
-    parts.problems.append(f"{name} lacks the shape [out, in], blocksize or dtype of its weight")
+    checker.problems.append(f"{name} lacks the shape [out, in], blocksize or dtype of its weight")
     return None

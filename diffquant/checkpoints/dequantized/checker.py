@@ -1,6 +1,6 @@
 """Checks of a folder's packed tensors and settings, for the readers of its layout."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -9,16 +9,23 @@ from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.support.names import first_few
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BYTES = (torch.uint8, torch.int8, *FLOAT8)
+
 
 class LayoutChecker:
     """Checks a folder's tensors against a layout, and collects what is missing or different.
 
+    Args:
+        method: name of the layout, for messages.
+
     Attributes:
+        stored: the folder.
         problems: problems found so far, each naming its tensor or setting.
     """
 
-    def __init__(self, stored: Checkpoint) -> None:
-        self._stored, self.problems = stored, list[str]()
+    def __init__(self, stored: Checkpoint, method: str) -> None:
+        self.stored, self._method, self.problems = stored, method, list[str]()
 
     def check_shape(self, name: str, axes: int, *dtypes: torch.dtype) -> tuple[int, ...] | None:
         """Check a tensor's number of axes and dtype, and return its shape.
@@ -28,7 +35,7 @@ class LayoutChecker:
         Args:
             dtypes: allowed dtypes; by default all floats of 16 bits or more.
         """
-        info = self._stored.tensors.get(name)
+        info = self.stored.tensors.get(name)
         if info is None:
             self.problems.append(f"{name} is missing")
             return None
@@ -53,18 +60,31 @@ class LayoutChecker:
             self.problems.append(f"{name} is {list(stored)}, not {list(shape)}")
         return stored == shape
 
-    def require_valid(self, method: str) -> None:
+    def check_all_scaled(self, found: Container[str]) -> None:
+        """Add a problem for each weight of an 8-bit dtype that is not among the matrices found: its scales are missing.
+
+        Args:
+            found: names of the matrices.
+        """
+        self.problems += [
+            f"{name} is {info.dtype}, and its scales are missing"
+            for name, info in self.stored.tensors.items()
+            if name.endswith((".weight", "_proj")) and info.dtype in _BYTES and name not in found
+        ]
+
+    def require_valid(self) -> None:
         """Check that no problems were found.
 
         Raises:
             CheckpointError: there are problems; the message names the first.
         """
         if self.problems:
-            raise CheckpointError(f"{self._stored.path} does not match {method}'s layout: {first_few(self.problems)}")
+            problems = first_few(self.problems)
+            raise CheckpointError(f"{self.stored.path} does not match {self._method}'s layout: {problems}")
 
     def modules_with(self, suffix: str) -> list[str]:
         """List the modules that have a tensor with this suffix, in the folder's order."""
-        return [name.removesuffix(suffix) for name in self._stored.tensors if name.endswith(suffix)]
+        return [name.removesuffix(suffix) for name in self.stored.tensors if name.endswith(suffix)]
 
     def read_bits(self, entry: Mapping[str, Any], allowed: range) -> int:
         """Return the `bits` of quantization_config; if they are not allowed, add a problem and return `allowed[0]`."""

@@ -27,7 +27,7 @@ from diffquant.checkpoints.compressed_targets import pick_targets
 from diffquant.checkpoints.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE
 from diffquant.checkpoints.dequantized import EncodedMatrix, QuantizedMatrices, register
 from diffquant.checkpoints.dequantized.checker import LayoutChecker
-from diffquant.checkpoints.dequantized.floats import find_unscaled, make_scale_picker, model_dtype, read_float_matrix
+from diffquant.checkpoints.dequantized.floats import make_scale_picker, model_dtype, read_float_matrix
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.recipe.numbers.packing import packed_words, unpack
@@ -67,11 +67,11 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Qua
     has_cache = entry.get("kv_cache_scheme") and not has_own_kv_cache_scheme(stored.config)
     if not has_cache and not any(map(_is_read_here, [{"format": entry.get("format")}, *groups.values()])):
         return None
-    parts = LayoutChecker(stored)
+    checker = LayoutChecker(stored, "compressed-tensors")
     formats = [entry.get("format"), *(group["format"] for group in groups.values() if group.get("format"))]
-    parts.problems += [f"its format is {each!r}" for each in formats if each not in _FORMATS]
-    parts.problems += [f"{name} has no list of targets" for name, group in groups.items() if not has_targets(group)]
-    parts.require_valid("compressed-tensors")
+    checker.problems += [f"its format is {each!r}" for each in formats if each not in _FORMATS]
+    checker.problems += [f"{name} has no list of targets" for name, group in groups.items() if not has_targets(group)]
+    checker.require_valid()
     targets = {
         target: weights
         for group in groups.values()
@@ -80,14 +80,14 @@ def read_compressed_tensors(entry: Mapping[str, Any], stored: Checkpoint) -> Qua
     }
     kinds: list[str] = []
     matrices: dict[str, EncodedMatrix] = {}
-    for module, weights in pick_targets(parts.modules_with(SCALE), targets).items():
+    for module, weights in pick_targets(checker.modules_with(SCALE), targets).items():
         if weights is None:
-            parts.problems.append(f"no group of quantization_config covers {module}")
-        elif read := _read_matrix(stored, parts, module, weights):
+            checker.problems.append(f"no group of quantization_config covers {module}")
+        elif read := _read_matrix(checker, module, weights):
             kinds.append(read[0])
             matrices[f"{module}.weight"] = read[1]
-    parts.problems += find_unscaled(stored, matrices)
-    parts.require_valid("compressed-tensors")
+    checker.check_all_scaled(matrices)
+    checker.require_valid()
     caches = tuple(name for name in stored.tensors if name.endswith(_OF_CACHES))
     kind = f"compressed-tensors {'/'.join(dict.fromkeys(kinds))}"
     return QuantizedMatrices(kind, matrices, caches, _note(entry, groups))
@@ -125,56 +125,54 @@ def _is_read_here(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _read_matrix(
-    stored: Checkpoint, parts: LayoutChecker, module: str, weights: Mapping[str, Any]
-) -> tuple[str, EncodedMatrix] | None:
-    """Read a module's number format and matrix; return None on problems, which `parts` then lists."""
-    codes = module + (PACKED if module + PACKED in stored.tensors else ".weight")
-    if codes not in stored.tensors:
-        parts.problems.append(f"{codes} is missing")
+def _read_matrix(checker: LayoutChecker, module: str, weights: Mapping[str, Any]) -> tuple[str, EncodedMatrix] | None:
+    """Read a module's number format and matrix; return None on problems, which `checker` then lists."""
+    tensors = checker.stored.tensors
+    codes = module + (PACKED if module + PACKED in tensors else ".weight")
+    if codes not in tensors:
+        checker.problems.append(f"{codes} is missing")
         return None
     size = weights.get("group_size")
     group = size if type(size) is int and size > 0 else None
-    unused = tuple(f"{module}.{each}" for each in _UNUSED if f"{module}.{each}" in stored.tensors)
+    unused = tuple(f"{module}.{each}" for each in _UNUSED if f"{module}.{each}" in tensors)
     if weights.get("type") == "float":
         structure = weights.get("block_structure")
         in_blocks = weights.get("strategy") == "block"
         block = block_shape(structure) if in_blocks else None
         if in_blocks and block is None:
-            parts.problems.append(f"block_structure of {module} is {structure!r}, expected two positive numbers")
+            checker.problems.append(f"block_structure of {module} is {structure!r}, expected two positive numbers")
             return None
         return read_float_matrix(
-            stored, parts, codes, module + SCALE, divisor=module + GLOBAL, group=group, block=block, unused=unused
+            checker, codes, module + SCALE, divisor=module + GLOBAL, group=group, block=block, unused=unused
         )
-    return _read_integers(stored, parts, module, codes, weights, group, unused)
+    return _read_integers(checker, module, codes, weights, group, unused)
 
 
 def _read_integers(
-    stored: Checkpoint,
-    parts: LayoutChecker,
+    checker: LayoutChecker,
     module: str,
     codes: str,
     weights: Mapping[str, Any],
     group: int | None,
     unused: tuple[str, ...],
 ) -> tuple[str, EncodedMatrix] | None:
-    bits, is_packed = weights.get("num_bits"), codes.endswith(PACKED)
+    stored, bits, is_packed = checker.stored, weights.get("num_bits"), codes.endswith(PACKED)
     if weights.get("type", "int") != "int" or type(bits) is not int or not 2 <= bits <= 8:
-        parts.problems.append(
+        checker.problems.append(
             f"{module} has {bits!r} bits of type {weights.get('type')!r}; supported are integers of 2 to 8 bits"
         )
         return None
-    words = parts.check_shape(codes, 2, torch.int32 if is_packed else torch.int8)
-    if words is None or (is_packed and not parts.check_tensor(module + SHAPE, (2,), torch.int64, torch.int32)):
+    words = checker.check_shape(codes, 2, torch.int32 if is_packed else torch.int8)
+    if words is None or (is_packed and not checker.check_tensor(module + SHAPE, (2,), torch.int64, torch.int32)):
         return None
     outputs, width = stored.read(module + SHAPE).tolist() if is_packed else words
     if is_packed and words != (outputs, packed_words(width, bits)):
-        parts.problems.append(f"{codes} is {list(words)}, not {[outputs, packed_words(width, bits)]}")
+        checker.problems.append(f"{codes} is {list(words)}, not {[outputs, packed_words(width, bits)]}")
         return None
-    scale_shape = parts.check_shape(module + SCALE, len(stored.tensors[module + SCALE].shape))
+    scale_shape = checker.check_shape(module + SCALE, len(stored.tensors[module + SCALE].shape))
     if scale_shape is None:
         return None
-    order = _read_order(stored, parts, module, width, scale_shape[-1] if scale_shape else 1)
+    order = _read_order(checker, module, width, scale_shape[-1] if scale_shape else 1)
     spread = make_scale_picker(scale_shape, (outputs, width), group)
     if order is not None and len(scale_shape) == 2 and scale_shape[0] == outputs:
 
@@ -182,14 +180,14 @@ def _read_integers(
             return scale[indices][:, order]
 
     if spread is None:
-        parts.problems.append(
+        checker.problems.append(
             f"{module + SCALE} is {list(scale_shape)}, which does not fit a matrix {[outputs, width]}"
         )
         return None
     has_zeros = weights.get("symmetric") is False or module + _ZERO in stored.tensors
     # Zero points per tensor are not packed.
     packs_zeros = is_packed and weights.get("strategy") in ("group", "channel")
-    if has_zeros and not _expect_zeros(parts, module + _ZERO, scale_shape, outputs, bits, packs_zeros):
+    if has_zeros and not _expect_zeros(checker, module + _ZERO, scale_shape, outputs, bits, packs_zeros):
         return None
 
     def rows(indices: Tensor) -> Tensor:
@@ -208,30 +206,30 @@ def _read_integers(
     return kind, EncodedMatrix((outputs, width), names, model_dtype(stored.config), rows)
 
 
-def _read_order(stored: Checkpoint, parts: LayoutChecker, module: str, width: int, groups: int) -> Tensor | None:
+def _read_order(checker: LayoutChecker, module: str, width: int, groups: int) -> Tensor | None:
     """Read the group index of each input, or return None if groups are consecutive inputs or the order is invalid."""
-    name = module + _ORDER
-    if name not in stored.tensors or not parts.check_tensor(name, (width,), torch.int32, torch.int64):
+    name, stored = module + _ORDER, checker.stored
+    if name not in stored.tensors or not checker.check_tensor(name, (width,), torch.int32, torch.int64):
         return None
     order = stored.read(name).long()
     # All -1 means that no order was computed.
     if (order == -1).all():
         return None
     if len(outside := order[(order < 0) | (order >= groups)]):
-        parts.problems.append(f"{name} refers to group {int(outside[0])} of only {groups}")
+        checker.problems.append(f"{name} refers to group {int(outside[0])} of only {groups}")
         return None
     return order
 
 
 def _expect_zeros(
-    parts: LayoutChecker, name: str, scales: tuple[int, ...], outputs: int, bits: int, is_packed: bool
+    checker: LayoutChecker, name: str, scales: tuple[int, ...], outputs: int, bits: int, is_packed: bool
 ) -> bool:
     if not is_packed:
-        return parts.check_tensor(name, scales, torch.int8)
+        return checker.check_tensor(name, scales, torch.int8)
     if len(scales) != 2 or scales[0] != outputs:
-        parts.problems.append(f"{name} is packed along {outputs} outputs, but the scales have shape {list(scales)}")
+        checker.problems.append(f"{name} is packed along {outputs} outputs, but the scales have shape {list(scales)}")
         return False
-    return parts.check_tensor(name, (packed_words(outputs, bits), scales[1]), torch.int32)
+    return checker.check_tensor(name, (packed_words(outputs, bits), scales[1]), torch.int32)
 
 
 def _note(entry: Mapping[str, Any], groups: Groups) -> str:

@@ -19,19 +19,17 @@ from torch import Tensor
 
 from diffquant.checkpoints.compressed_config import block_shape
 from diffquant.checkpoints.dequantized import EncodedMatrix, QuantizedMatrices, register
-from diffquant.checkpoints.dequantized.checker import LayoutChecker
+from diffquant.checkpoints.dequantized.checker import FLOAT8, LayoutChecker
 from diffquant.checkpoints.reader import Checkpoint
 from diffquant.recipe.numbers.formats import format_named
 from diffquant.support.devices import DTYPES
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 POWERS = (torch.uint8, torch.float8_e8m0fnu)
 # (the stored scales, int64 indices [n] of rows) -> the scales of these rows: float32 [n, 1], [n, in] or [].
 Spread = Callable[[Tensor, Tensor], Tensor]
 
 
 def read_float_matrix(
-    stored: Checkpoint,
     checker: LayoutChecker,
     codes: str,
     scales: str,
@@ -45,7 +43,6 @@ def read_float_matrix(
     """Return the name of a matrix's number format, and the matrix; on a problem, add it to `checker` and return None.
 
     Args:
-        checker: collects the problems.
         codes, scales: names of the tensors.
         multiplier, divisor: name of the tensor, with one number or one per expert, that multiplies or divides the e4m3
             scales.
@@ -53,6 +50,7 @@ def read_float_matrix(
         block: height and width of the blocks that share a scale, if the folder states them.
         unused: names of further tensors of the matrix, which are not read.
     """
+    stored = checker.stored
     info, scale_info = stored.tensors[codes], stored.tensors.get(scales)
     if scale_info is None:
         checker.problems.append(f"{codes} is {info.dtype}, and {scales} is missing")
@@ -147,20 +145,6 @@ def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
     return DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), torch.bfloat16)
 
 
-def find_unscaled(stored: Checkpoint, found: Mapping[str, object]) -> list[str]:
-    """Return a problem for each weight of an 8-bit dtype that is not among the matrices found: its scales are missing.
-
-    Args:
-        found: matrices by name.
-    """
-    small = (torch.uint8, torch.int8, *FLOAT8)
-    return [
-        f"{name} is {info.dtype}, and its scales are missing"
-        for name, info in stored.tensors.items()
-        if name.endswith((".weight", "_proj")) and info.dtype in small and name not in found
-    ]
-
-
 def _pick_scales(scale: Tensor, rows: Tensor) -> Tensor:
     """Return some rows of scales in float32; for all experts they would take a gigabyte."""
     return _to_float32(scale.view(torch.uint8)[rows].view(scale.dtype) if scale.itemsize == 1 else scale[rows])
@@ -191,16 +175,16 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
     Raises:
         CheckpointError: tensors or settings do not match the layout; the message names the first.
     """
-    parts = LayoutChecker(stored)
+    checker = LayoutChecker(stored, "fp8")
     size = entry.get("weight_block_size")
     block = block_shape(size)
     if size is not None and block is None:
-        parts.problems.append(f"weight_block_size of quantization_config is {size!r}, expected two positive numbers")
-    parts.require_valid("fp8")
+        checker.problems.append(f"weight_block_size of quantization_config is {size!r}, expected two positive numbers")
+    checker.require_valid()
     names = [name for name in stored.tensors if name.endswith(_FP8_SCALES)]
     scales = {name: name.removesuffix("_inv").removesuffix("_scale") for name in names}
-    found = _read_scaled(stored, parts, scales, block)
-    parts.require_valid("fp8")
+    found = _read_scaled(checker, scales, block)
+    checker.require_valid()
     unused = tuple(name for name in stored.tensors if name.endswith(("activation_scale", "input_scale")))
     matrices = {name: matrix for name, (_, matrix) in found.items()}
     note = "its engines also round inputs of packed weights to eight bits, which diffquant does not compute"
@@ -208,16 +192,16 @@ def read_fp8(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
 
 
 def _read_scaled(
-    stored: Checkpoint, parts: LayoutChecker, scales: Mapping[str, str], block: tuple[int, int] | None
+    checker: LayoutChecker, scales: Mapping[str, str], block: tuple[int, int] | None
 ) -> dict[str, tuple[str, EncodedMatrix]]:
-    """Read each matrix and its number format, given the codes' name for each scale's; `parts` collects problems."""
+    """Read each matrix and its number format, given the codes' name for each scale's; `checker` collects problems."""
     found = {}
     for scale, codes in scales.items():
-        if codes not in stored.tensors:
-            parts.problems.append(f"{scale} exists, but {codes} is missing")
-        elif matrix := read_float_matrix(stored, parts, codes, scale, multiplier=f"{scale}_2", block=block):
+        if codes not in checker.stored.tensors:
+            checker.problems.append(f"{scale} exists, but {codes} is missing")
+        elif matrix := read_float_matrix(checker, codes, scale, multiplier=f"{scale}_2", block=block):
             found[codes] = matrix
-    parts.problems += find_unscaled(stored, found)
+    checker.check_all_scaled(found)
     return found
 
 
@@ -247,22 +231,24 @@ def read_modelopt(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatr
     Raises:
         CheckpointError: tensors or settings do not match the layout; the message names the first.
     """
-    parts = LayoutChecker(stored)
+    checker = LayoutChecker(stored, "modelopt")
     algorithm = entry.get("quant_algo")
     if algorithm is not None and str(algorithm).upper() not in _ALGORITHMS:
-        parts.problems.append(f"quant_algo of quantization_config is {algorithm!r}, expected {', '.join(_ALGORITHMS)}")
-    parts.require_valid("modelopt")
+        checker.problems.append(
+            f"quant_algo of quantization_config is {algorithm!r}, expected {', '.join(_ALGORITHMS)}"
+        )
+    checker.require_valid()
     inputs = [name for name in stored.tensors if name.endswith("input_scale")]
     scales = {}
     for scale in [name for name in stored.tensors if name.endswith(_MODELOPT_SCALE)]:
         stem = scale.removesuffix(_MODELOPT_SCALE)
         # "M." of a module, "T_" of experts in one tensor T.
         scales[scale] = codes = f"{stem}weight" if stem.endswith(".") else stem.removesuffix("_")
-        parts.problems += [
+        checker.problems += [
             f"{codes} has a {each}, which is not supported" for each in _FOLDED if stem + each in stored.tensors
         ]
-    found = _read_scaled(stored, parts, scales, _MODELOPT_BLOCK)
-    parts.require_valid("modelopt")
+    found = _read_scaled(checker, scales, _MODELOPT_BLOCK)
+    checker.require_valid()
     caches = [name for name in stored.tensors if name.endswith(_OF_CACHES) and "_proj" in name.rpartition(".")[0]]
     kinds = "/".join(dict.fromkeys(kind for kind, _ in found.values()))
     matrices = {name: matrix for name, (_, matrix) in found.items()}

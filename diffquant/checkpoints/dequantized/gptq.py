@@ -35,25 +35,25 @@ def read_gptq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices
     Raises:
         CheckpointError: tensors or settings do not match the layout; the message names the first.
     """
-    parts = LayoutChecker(stored)
+    checker = LayoutChecker(stored, "gptq")
     # Libraries write either key.
     formats = {key: tuple(_VERSIONS) for key in ("checkpoint_format", "format")}
-    parts.check_settings(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)})
+    checker.check_settings(entry, formats | {"pack_dtype": ("int32",), "is_marlin_format": (False,)})
     if not isinstance(entry.get("dynamic") or {}, Mapping):
-        parts.problems.append("dynamic of quantization_config is not a mapping from expressions to settings")
-    _bits_and_size(entry, parts)
-    parts.require_valid("gptq")
+        checker.problems.append("dynamic of quantization_config is not a mapping from expressions to settings")
+    _bits_and_size(entry, checker)
+    checker.require_valid()
     offset = _VERSIONS[entry.get("checkpoint_format") or entry.get("format") or "gptq"]
     matrices: dict[str, EncodedMatrix] = {}
     kinds: list[str] = []
-    for module, own in _settings(entry, parts.modules_with(".qweight")).items():
-        bits, size = _bits_and_size(own, parts)
-        if matrix := _read_gptq_matrix(stored, parts, module, bits, size, offset):
+    for module, own in _settings(entry, checker.modules_with(".qweight")).items():
+        bits, size = _bits_and_size(own, checker)
+        if matrix := _read_gptq_matrix(checker, module, bits, size, offset):
             matrices[f"{module}.weight"] = matrix
             kinds.append(f"{bits}{'' if size == -1 else f':g{size}'}")
             if offset and own.get("sym") is not True:
-                _refuse_zero_points_of_zero(stored, parts, module, bits)
-    parts.require_valid("gptq")
+                _refuse_zero_points_of_zero(checker, module, bits)
+    checker.require_valid()
     return QuantizedMatrices(f"GPTQ {'/'.join(dict.fromkeys(kinds))}", matrices)
 
 
@@ -76,41 +76,40 @@ def _settings(entry: Mapping[str, Any], modules: list[str]) -> dict[str, Mapping
     }
 
 
-def _bits_and_size(entry: Mapping[str, Any], parts: LayoutChecker) -> tuple[int, int]:
-    return parts.read_bits(entry, range(2, 9)), parts.read_group_size(entry)
+def _bits_and_size(entry: Mapping[str, Any], checker: LayoutChecker) -> tuple[int, int]:
+    return checker.read_bits(entry, range(2, 9)), checker.read_group_size(entry)
 
 
-def _read_gptq_matrix(
-    stored: Checkpoint, parts: LayoutChecker, module: str, bits: int, size: int, offset: int
-) -> EncodedMatrix | None:
-    """Read a module's matrix; return None if part of it is wrong, which `parts` then lists.
+def _read_gptq_matrix(checker: LayoutChecker, module: str, bits: int, size: int, offset: int) -> EncodedMatrix | None:
+    """Read a module's matrix; return None if part of it is wrong, which `checker` then lists.
 
     Args:
         size: number of inputs in a group, -1 for all of them.
         offset: number that was subtracted from the stored zero points.
     """
+    stored = checker.stored
     qweight, qzeros, scales, g_idx = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx"))
-    words = parts.check_shape(qweight, 2, torch.int32)
+    words = checker.check_shape(qweight, 2, torch.int32)
     if words is None:
         return None
     width, outputs = words[0] * 32 // bits, words[1]
     has_order = g_idx in stored.tensors
     if has_order:
-        stated = parts.check_shape(g_idx, 1, torch.int32, torch.int64)
+        stated = checker.check_shape(g_idx, 1, torch.int32, torch.int64)
         width = stated[0] if stated else width
     if words[0] != packed_words(width, bits):
-        parts.problems.append(
+        checker.problems.append(
             f"{qweight} is {list(words)}, not {[packed_words(width, bits), outputs]}: {width} inputs of {bits} bits"
         )
     groups = 1 if size == -1 else -(-width // size)
     fits = [
-        parts.check_tensor(qzeros, (groups, packed_words(outputs, bits)), torch.int32),
-        parts.check_tensor(scales, (groups, outputs)),
+        checker.check_tensor(qzeros, (groups, packed_words(outputs, bits)), torch.int32),
+        checker.check_tensor(scales, (groups, outputs)),
     ]
     order = stored.read(g_idx).long() if has_order else torch.arange(width) // (width if size == -1 else size)
     outside = order[(order < 0) | (order >= groups)]
     if len(outside):
-        parts.problems.append(f"{g_idx} refers to group {int(outside[0])} of only {groups}")
+        checker.problems.append(f"{g_idx} refers to group {int(outside[0])} of only {groups}")
     if not all(fits) or len(outside):
         return None
 
@@ -129,12 +128,12 @@ def _unpack_codes(words: Tensor, bits: int, length: int) -> Tensor:
     return unpack(words.contiguous(), bits, length).to(torch.int16) + (1 << bits - 1)
 
 
-def _refuse_zero_points_of_zero(stored: Checkpoint, parts: LayoutChecker, module: str, bits: int) -> None:
+def _refuse_zero_points_of_zero(checker: LayoutChecker, module: str, bits: int) -> None:
     """Add a problem if a module of version 1 has a zero point of 0, which overflowed to −1."""
-    name = f"{module}.qzeros"
+    name, stored = f"{module}.qzeros", checker.stored
     zeros = _unpack_codes(stored.read(name), bits, stored.tensors[f"{module}.scales"].shape[1])
     if (zeros == (1 << bits) - 1).any():
-        parts.problems.append(
+        checker.problems.append(
             f"{name} has zero points of 0, which version 1 cannot store and libraries read differently: write "
             "it as gptq_v2 with the library that made it"
         )
@@ -158,33 +157,37 @@ def read_awq(entry: Mapping[str, Any], stored: Checkpoint) -> QuantizedMatrices:
 
     Source: AutoAWQ 0.2.9, utils/packing_utils.py.
     """
-    parts = LayoutChecker(stored)
-    parts.read_bits(entry, range(_AWQ_BITS, _AWQ_BITS + 1))
+    checker = LayoutChecker(stored, "awq")
+    checker.read_bits(entry, range(_AWQ_BITS, _AWQ_BITS + 1))
     # Newer versions of transformers call the version "format".
-    parts.check_settings(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")))
+    checker.check_settings(entry, dict.fromkeys(("version", "format"), ("gemm", "GEMM")))
     if entry.get("backend") == "llm-awq":
-        parts.problems.append("backend of quantization_config is 'llm-awq', whose words have another order")
-    size = parts.read_group_size(entry)
-    parts.require_valid("awq")
+        checker.problems.append("backend of quantization_config is 'llm-awq', whose words have another order")
+    size = checker.read_group_size(entry)
+    checker.require_valid()
     matrices = {
         f"{module}.weight": matrix
-        for module in parts.modules_with(".qweight")
-        if (matrix := _read_awq_matrix(stored, parts, module, size))
+        for module in checker.modules_with(".qweight")
+        if (matrix := _read_awq_matrix(checker, module, size))
     }
-    parts.require_valid("awq")
+    checker.require_valid()
     return QuantizedMatrices(f"AWQ {_AWQ_BITS}{'' if size == -1 else f':g{size}'}", matrices)
 
 
-def _read_awq_matrix(stored: Checkpoint, parts: LayoutChecker, module: str, size: int) -> EncodedMatrix | None:
-    """Read a module's matrix; return None if part of it is wrong, which `parts` then lists."""
+def _read_awq_matrix(checker: LayoutChecker, module: str, size: int) -> EncodedMatrix | None:
+    """Read a module's matrix; return None if part of it is wrong, which `checker` then lists."""
+    stored = checker.stored
     qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-    words = parts.check_shape(qweight, 2, torch.int32)
+    words = checker.check_shape(qweight, 2, torch.int32)
     if words is None:
         return None
     width, outputs = words[0], words[1] * _IN_A_WORD
     in_group = width if size == -1 else size
     groups = -(-width // in_group)
-    fits = [parts.check_tensor(qzeros, (groups, words[1]), torch.int32), parts.check_tensor(scales, (groups, outputs))]
+    fits = [
+        checker.check_tensor(qzeros, (groups, words[1]), torch.int32),
+        checker.check_tensor(scales, (groups, outputs)),
+    ]
     if not all(fits):
         return None
     order = torch.arange(width) // in_group

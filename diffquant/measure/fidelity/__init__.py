@@ -10,8 +10,8 @@ from diffquant.checkpoints.atomic_folder import RECORD
 from diffquant.checkpoints.side_files import read_json
 from diffquant.checkpoints.source import Source
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.measure.fidelity.base_file import count_scored_positions, write_base
-from diffquant.measure.fidelity.models import ComparedModel, Distributions, divergence
+from diffquant.measure.fidelity.base_file import write_base
+from diffquant.measure.fidelity.models import ComparedModel, Distributions, count_scored_positions, divergence
 from diffquant.quantization.roundings import rounding_named
 from diffquant.support.progress import Progress
 
@@ -75,15 +75,15 @@ def compare_distributions(
         DiffQuantError: a model's logits are not finite, or a server does not answer.
     """
     count, context = chunks.shape
-    first = context - 1 - count_scored_positions(context)
-    shape = count, count_scored_positions(context)
+    scored = count_scored_positions(context)
+    shape = count, scored
     kl, nll = torch.empty(shape, dtype=torch.float64), torch.empty((2, *shape), dtype=torch.float64)
     is_same = torch.empty(shape, dtype=torch.bool)
     k = None
     for number, chunk in enumerate(chunks):
-        p, q = (side.predict(number, _as_read(chunk, side), first) for side in (reference, candidate))
+        p, q = (_predict(side, number, chunk) for side in (reference, candidate))
         _check_vocabularies((reference, p), (candidate, q))
-        targets = chunk[first + 1 :]
+        targets = chunk[context - scored :]
         kl[number] = divergence(p, q)
         is_same[number] = p.top_tokens == q.top_tokens
         nll[0, number], nll[1, number] = -p.log_probs_of(targets), -q.log_probs_of(targets)
@@ -117,9 +117,8 @@ def save_base_file(side: ComparedModel, chunks: Tensor, path: Path, progress: Pr
     """
 
     def predictions() -> Iterator[Distributions]:
-        first = chunks.shape[1] - 1 - count_scored_positions(chunks.shape[1])
         for number, chunk in enumerate(chunks):
-            predicted = side.predict(number, _as_read(chunk, side), first)
+            predicted = _predict(side, number, chunk)
             if predicted.ids is not None:
                 raise UsageError(
                     f"{side.name} returns only its top-k tokens, but the file needs the whole vocabulary; give a folder"
@@ -130,11 +129,11 @@ def save_base_file(side: ComparedModel, chunks: Tensor, path: Path, progress: Pr
     write_base(path, chunks, predictions())
 
 
-def _as_read(chunk: Tensor, side: ComparedModel) -> Tensor:
-    """Return a chunk with its first token replaced by the model's `prepended_bos_id`, if the model has one."""
-    if side.prepended_bos_id is None:
-        return chunk
-    return torch.cat([torch.tensor([side.prepended_bos_id]), chunk[1:]])
+def _predict(side: ComparedModel, number: int, chunk: Tensor) -> Distributions:
+    """Let a model read a chunk, whose first token is replaced by its `prepended_bos_id` if it has one."""
+    if side.prepended_bos_id is not None:
+        chunk = torch.cat([torch.tensor([side.prepended_bos_id]), chunk[1:]])
+    return side.predict(number, chunk)
 
 
 def calibration_note(source: Source, scored: Sequence[Sequence[int]]) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.measure.fidelity.models import ComparedModel, Distributions
+from diffquant.measure.fidelity.models import ComparedModel, Distributions, count_scored_positions
 from diffquant.support.files import check_regular_file, replace_atomically
 from diffquant.support.plain_data import JsonObject
 
@@ -85,7 +85,7 @@ class BaseFile(ComparedModel):
     def prepended_bos_id(self) -> None:
         return None
 
-    def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
+    def predict(self, chunk_index: int, ids: Tensor) -> Distributions:  # noqa: ARG002
         rows, width = count_scored_positions(self.context), _row_width(self.vocabulary)
         stored = np.fromfile(self.path, "<u2", rows * width, offset=self._start(chunk_index)).reshape(rows, width)
         scale, least = np.ascontiguousarray(stored[:, :4]).view("<f4").T.copy()
@@ -98,11 +98,6 @@ class BaseFile(ComparedModel):
         """Return the byte at which a chunk's distributions begin."""
         head = _HEAD.size + 4 * self.chunks * self.context
         return head + chunk * count_scored_positions(self.context) * _row_width(self.vocabulary) * 2
-
-
-def count_scored_positions(context: int) -> int:
-    """Count the positions of a chunk that are compared: those of its second half except the last."""
-    return context - 1 - context // 2
 
 
 def write_base(path: Path, tokens: Tensor, predictions: Iterator[Distributions]) -> None:

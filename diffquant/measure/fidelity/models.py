@@ -85,6 +85,11 @@ def _binned_divergence(p_logs: Tensor, q_logs: Tensor) -> Tensor:
     return known + torch.xlogy(p_rest, p_rest / q_rest)
 
 
+def count_scored_positions(context: int) -> int:
+    """Count the positions of a chunk that are compared: those of its second half except the last."""
+    return context - 1 - context // 2
+
+
 class ComparedModel(ABC):
     """One of the two models whose distributions are compared.
 
@@ -123,8 +128,8 @@ class ComparedModel(ABC):
         """Id of the BOS token that the tokenizer puts before every text, or None if it does not put one there."""
 
     @abstractmethod
-    def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:
-        """Return the next-token distributions at positions `first` to n - 2 of a chunk.
+    def predict(self, chunk_index: int, ids: Tensor) -> Distributions:
+        """Return the next-token distributions at a chunk's scored positions, see `count_scored_positions`.
 
         Args:
             chunk_index: index of the chunk in the text.
@@ -171,9 +176,10 @@ class LocalModel(ComparedModel):
         check_tokens(ids, self._model.vocabulary_size, self._model.tokenizer)
 
     @torch.inference_mode()
-    def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:
+    def predict(self, chunk_index: int, ids: Tensor) -> Distributions:
         # The token ids may come from the other side, such as a base file.
         self._check(ids.tolist())
+        first = len(ids) - 1 - count_scored_positions(len(ids))
         states = self._model.compute_outputs(ids[None].to(self._model.device))[0][first:-1]
         logits = states.float32_logits()
         if not logits.isfinite().all():

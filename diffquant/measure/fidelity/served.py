@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.measure.fidelity.models import ComparedModel, Distributions
+from diffquant.measure.fidelity.models import ComparedModel, Distributions, count_scored_positions
 from diffquant.support.plain_data import JsonObject
 
 # Long enough for the prefill of a chunk on a CPU.
@@ -51,9 +51,8 @@ class ServedModel(ComparedModel):
         return None if length is None else length - 1
 
     def tokens(self, text: str) -> list[int]:
-        path, request = "/tokenize", {"model": self._model, "prompt": text, "add_special_tokens": True}
-        answer = self._request(path, request)
-        with self._explain(path):
+        request = {"model": self._model, "prompt": text, "add_special_tokens": True}
+        with self._ask("/tokenize", request) as answer:
             return [int(token) for token in answer["tokens"]]
 
     @cached_property
@@ -61,10 +60,9 @@ class ServedModel(ComparedModel):
         first = self.tokens("a")[:1]
         return first[0] if first and self.tokens("b")[:1] == first else None
 
-    def predict(self, chunk_index: int, ids: Tensor, first: int) -> Distributions:  # noqa: ARG002
-        path, request = "/v1/completions", {"prompt": ids.tolist(), "max_tokens": 1, "temperature": 0}
-        answer = self._request(path, {"model": self._model, **request, "prompt_logprobs": self._k})
-        with self._explain(path):
+    def predict(self, chunk_index: int, ids: Tensor) -> Distributions:  # noqa: ARG002
+        request = {"model": self._model, "prompt": ids.tolist(), "max_tokens": 1, "temperature": 0}
+        with self._ask("/v1/completions", request | {"prompt_logprobs": self._k}) as answer:
             by_token = answer["choices"][0].get("prompt_logprobs")
             if by_token is None:
                 raise DiffQuantError(
@@ -72,7 +70,7 @@ class ServedModel(ComparedModel):
                 )
             if len(by_token) != len(ids):
                 raise ValueError(f"prompt_logprobs of {len(by_token)} tokens for a prompt of {len(ids)}")
-            return _parse_likeliest(by_token[first + 1 :], self._k)
+            return _parse_likeliest(by_token[-count_scored_positions(len(ids)) :], self._k)
 
     @property
     def _model(self) -> str:
@@ -80,8 +78,7 @@ class ServedModel(ComparedModel):
 
     @cached_property
     def _served(self) -> dict[str, Any]:
-        answer = self._request("/v1/models", None)
-        with self._explain("/v1/models"):
+        with self._ask("/v1/models") as answer:
             served = dict(answer["data"][0])
             length = served.get("max_model_len")
             return {"id": served["id"], "max_model_len": None if length is None else int(length)}
@@ -102,22 +99,17 @@ class ServedModel(ComparedModel):
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise UsageError(f"{self.address}{path} does not answer: {reason}; is the server running?") from error
-        except ValueError as error:
-            raise self._unknown_answer(path, error) from error
 
     @contextmanager
-    def _explain(self, path: str) -> Iterator[None]:
-        """Raise DiffQuantError if an answer is read in the context and has another form than vLLM's."""
+    def _ask(self, path: str, body: Mapping[str, object] | None = None) -> Iterator[dict[str, Any]]:
+        """Yield what `_request` returns; raise DiffQuantError if it turns out not to have the form of vLLM's answer."""
         try:
-            yield
+            yield self._request(path, body)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise self._unknown_answer(path, error) from error
-
-    def _unknown_answer(self, path: str, error: Exception) -> DiffQuantError:
-        return DiffQuantError(
-            f"{self.address}{path} has no answer of vLLM's form ({type(error).__name__}: {error}); "
-            "give the URL of a server with vLLM's API"
-        )
+            raise DiffQuantError(
+                f"{self.address}{path} has no answer of vLLM's form ({type(error).__name__}: {error}); "
+                "give the URL of a server with vLLM's API"
+            ) from error
 
 
 def _parse_likeliest(positions: Sequence[Mapping[str, Mapping[str, float]]], k: int) -> Distributions:

@@ -1,4 +1,4 @@
-"""Engines: where a sweep's cells are measured. To add one, write its function and choose it in `choose_executor`.
+"""Engines: where a sweep's cells are measured. To add one, write its function and choose it in `choose_engine`.
 
 There are this process, processes on this machine (workers.py) and actors of a Ray cluster (ray_cluster.py). An engine
 whose workers are elsewhere starts each as a `RemoteWorker` and gives it cells with `share`, both of workers.py.
@@ -24,7 +24,7 @@ Raises:
 """
 
 
-def choose_executor(
+def choose_engine(
     options: SweepOptions, workers: int | None, devices: Sequence[str], ray: str | None, log: Callable[[str], None]
 ) -> tuple[SweepOptions, Engine]:
     """Choose what measures a sweep's cells: this process, several processes, or a Ray cluster.

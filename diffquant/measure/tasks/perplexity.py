@@ -164,25 +164,21 @@ def compute_perplexity(
     """
     import torch
 
-    from diffquant.checkpoints.tokens import encode_text
     from diffquant.measure.language_model import require_finite
     from diffquant.measure.scoring import kl_by_position, token_scores
 
-    tokens = encode_text(model.tokenizer, text, model.vocabulary_size, model.device)
     counts: list[int] = []
     nll: list[float] = []
     kl: list[float] = []
     done = 0
     with torch.inference_mode():
-        for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
-            for states, targets in _by_window(model.compute_outputs(ids[:, :-1]), ids, scored):
-                logprobs, _ = token_scores(states, targets.unsqueeze(1))
-                counts.append(len(states))
-                nll.append(-float(logprobs.mean(dtype=torch.float64)))
-                if reference is not None:
-                    kl.append(float(kl_by_position(reference[done : done + len(states)], states).mean()))
-                done += len(states)
-                progress(done, len(tokens) - 1, "reading")
+        for states, targets in _read_windows(model, text, window, stride, batch_tokens, progress, "reading"):
+            logprobs, _ = token_scores(states, targets.unsqueeze(1))
+            counts.append(len(states))
+            nll.append(-float(logprobs.mean(dtype=torch.float64)))
+            if reference is not None:
+                kl.append(float(kl_by_position(reference[done : done + len(states)], states).mean()))
+            done += len(states)
     nll_sum, text_bytes = sum(map(mul, counts, nll)), len(text.encode())
     require_finite(torch.tensor(nll_sum))
     return {
@@ -226,16 +222,12 @@ def compute_reference(
     """
     import torch
 
-    from diffquant.checkpoints.tokens import encode_text
     from diffquant.measure.language_model import join_states
 
-    tokens = encode_text(model.tokenizer, text, model.vocabulary_size, model.device)
-    parts: list[ModelOutputs] = []
+    doing = "reading with the 16-bit model"
     with torch.inference_mode():
-        for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
-            parts += [states for states, _ in _by_window(model.compute_outputs(ids[:, :-1]), ids, scored)]
-            progress(sum(map(len, parts)), len(tokens) - 1, "reading with the 16-bit model")
-    return join_states(parts)
+        read = _read_windows(model, text, window, stride, batch_tokens, progress, doing)
+        return join_states([states for states, _ in read])
 
 
 def check_text_windows(window: int, stride: int) -> None:
@@ -248,30 +240,33 @@ def check_text_windows(window: int, stride: int) -> None:
         raise UsageError(f"stride {stride} must be between 1 and the window, {window} tokens")
 
 
-def _windows(
-    model: "LanguageModel", tokens: "Tensor", window: int, stride: int, batch_tokens: int
-) -> "Iterator[tuple[Tensor, list[int]]]":
-    """Yield passes over the text: windows [B, T + 1] that include the next token, and how many tokens each scores."""
+def _read_windows(
+    model: "LanguageModel", text: str, window: int, stride: int, batch_tokens: int, progress: Progress, doing: str
+) -> "Iterator[tuple[ModelOutputs, Tensor]]":
+    """Yield for each window of a text the states of the P positions that it scores, and the token [P] after each."""
     import torch
 
+    from diffquant.checkpoints.tokens import encode_text
     from diffquant.support.devices import log_once
 
+    tokens = encode_text(model.tokenizer, text, model.vocabulary_size, model.device)
     check_text_windows(window, stride)
     if model.max_length < window != WINDOW.default:
         message = "perplexity reads windows of %s tokens, the model's context, not %s"
         log_once(__name__, logging.WARNING, message, model.max_length, window)
-    window = min(window, len(tokens) - 1, model.max_length)
-    spans = list(_spans(len(tokens) - 1, window, min(stride, window)))
+    total, done = len(tokens) - 1, 0
+    window = min(window, total, model.max_length)
+    spans = list(_spans(total, window, min(stride, window)))
     rows = max(1, batch_tokens // window)
     for first in range(0, len(spans), rows):
         ends, scored = zip(*spans[first : first + rows], strict=True)
-        yield torch.stack([tokens[end - window : end + 1] for end in ends]), list(scored)
-
-
-def _by_window(states: "ModelOutputs", ids: "Tensor", scored: list[int]) -> "Iterator[tuple[ModelOutputs, Tensor]]":
-    """Yield for each window the states of the P positions that it scores, and the token [P] after each."""
-    for index, (row, count) in enumerate(zip(ids, scored, strict=True)):
-        yield states[index][len(row) - 1 - count :], row[len(row) - count :]
+        # With the token after each window.
+        ids = torch.stack([tokens[end - window : end + 1] for end in ends])
+        states = model.compute_outputs(ids[:, :-1])
+        for index, count in enumerate(scored):
+            yield states[index][window - count :], ids[index, -count:]
+            done += count
+            progress(done, total, doing)
 
 
 def _spans(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:

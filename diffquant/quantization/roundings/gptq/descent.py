@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.model.walk import LayerRunner
-from diffquant.quantization.roundings.gptq.layer_inputs import ActivationStore, StoredActivations
-from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made, States, run_layer
+from diffquant.quantization.roundings.gptq.layer_inputs import StoredActivations
+from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made, States
 from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.scheme import Scheme
 
@@ -141,35 +141,27 @@ class _Output(nn.Module):
         return self._runner.hidden_states(state)
 
 
-def tune_layer(
-    runner: LayerRunner[Any],
-    weights: LayerWeights,
-    states: States,
-    exact: States,
-    store: ActivationStore,
-    seed: int = 0,
-) -> None:
+def tune_layer(weights: LayerWeights, states: States, exact: States, seed: int = 0) -> None:
     """Tune the codes and scales of a rounded layer together, and keep the result if it lowers the layer's error.
 
     Args:
         weights: weights of the layer, with codes and scales.
         states: inputs of the layer, one item per batch; replaced by its outputs with the final codes and scales.
         exact: outputs of the layer in the 16-bit model, one item per batch.
-        store: store for the layer's outputs.
         seed: seed of the order of batches.
     """
     before = {module: made for module, _, made, _ in weights.rounded_modules()}
     if not before:
-        run_layer(runner, weights.layer, states, store)
+        weights.run_layer(states)
         return
-    of_rounded = sum(error for _, error in _outputs(runner, weights.layer, states, exact))
+    of_rounded = sum(error for _, error in _outputs(weights, states, exact))
     latents = {module: _Latent(weight, made, scheme) for module, weight, made, scheme in weights.rounded_modules()}
-    _descend(_Output(runner, weights.layer), weights, latents, states, exact, seed)
+    _descend(weights, latents, states, exact, seed)
     for module, latent in latents.items():
         weights.set_rounded(module, latent.to_codes())
     tuned, of_tuned = list[StoredActivations[Any]](), 0.0
-    for output, error in _outputs(runner, weights.layer, states, exact):
-        tuned.append(store.keep(output))
+    for output, error in _outputs(weights, states, exact):
+        tuned.append(weights.store.keep(output))
         of_tuned += error
     if of_tuned < of_rounded:
         states[:] = tuned
@@ -177,20 +169,20 @@ def tune_layer(
     del tuned
     for module, made in before.items():
         weights.set_rounded(module, made)
-    run_layer(runner, weights.layer, states, store)
+    weights.run_layer(states)
 
 
-def _outputs(runner: LayerRunner[Any], layer: nn.Module, states: States, exact: States) -> Iterator[tuple[Any, float]]:
+def _outputs(weights: LayerWeights, states: States, exact: States) -> Iterator[tuple[Any, float]]:
     """Yield a layer's output and its squared error for each batch."""
+    runner = weights.runner
     for state, target in zip(states, exact, strict=True):
-        output = runner.run_layer(layer, state.get())
+        output = runner.run_layer(weights.layer, state.get())
         yield output, float((runner.hidden_states(output) - runner.hidden_states(target.get())).square().sum())
 
 
-def _descend(
-    output: _Output, weights: LayerWeights, latents: dict[str, _Latent], states: States, exact: States, seed: int
-) -> None:
+def _descend(weights: LayerWeights, latents: dict[str, _Latent], states: States, exact: States, seed: int) -> None:
     """Train the latents by Adam with a learning rate that decays linearly to zero, one shuffled batch per step."""
+    output = _Output(weights.runner, weights.layer)
     travels = {
         _CODE_TRAVEL: [latent.place for latent in latents.values()],
         _SCALE_TRAVEL: [latent.stretch for latent in latents.values()],

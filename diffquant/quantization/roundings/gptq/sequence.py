@@ -34,9 +34,9 @@ _ROWS = 2048
 
 Made = tuple[Tensor, Tensor]
 States = list[StoredActivations[Any]]
-# (runner, weights of a rounded layer, its inputs, its target outputs, store): refines the codes and scales, and
-# replaces the inputs by the layer's new outputs.
-Finish = Callable[[LayerRunner[Any], "LayerWeights", States, States, ActivationStore], None]
+# (weights of a rounded layer, its inputs, its target outputs): refines the codes and scales, and replaces the inputs by
+# the layer's new outputs.
+Finish = Callable[["LayerWeights", States, States], None]
 
 
 def round_layers(
@@ -74,36 +74,40 @@ def round_layers(
         states: States = [store.keep(runner.embed(batch)) for batch in split_into_batches(ids, tokens)]
         exact = list(states)
         for number, (layer, readers) in enumerate(iterate_grouped_layers(model, ids)):
-            of_layer, file = dict[str, Made](), f"layer-{number}.safetensors"
-            weights = LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", of_layer)
+            file = f"layer-{number}.safetensors"
+            weights = LayerWeights(source, schemes, settings, runner, layer, f"model.layers.{number}", store)
             groups = [names for names in readers if any(map(weights.is_rounded, names))]
             kept = staging.find_kept(file) if staging else None
             if kept is not None:
-                _run_kept(runner, weights, kept, states, exact, store)
+                _run_kept(weights, kept, states, exact)
             elif settings.inputs == "unrounded":
-                _round_for_unrounded(runner, weights, groups, states, store)
+                _round_for_unrounded(weights, groups, states)
             else:
-                _round_in_turn(runner, weights, groups, states, exact, store)
+                _round_in_turn(weights, groups, states, exact)
                 if finish is None:
-                    run_layer(runner, layer, states, store)
+                    weights.run_layer(states)
                 else:
-                    finish(runner, weights, states, exact, store)
+                    finish(weights, states, exact)
             if staging and kept is None:
-                staging.keep_tensors(file, _flatten(of_layer))
-            made |= of_layer
+                staging.keep_tensors(file, _flatten(weights.made))
+            made |= weights.made
             progress(number + 1, len(runner.layers), "rounding by layers")
     return made
 
 
 class LayerWeights:
-    """Rounds the weights of one decoder layer, and sets the dequantized weights in the running model.
+    """Rounds the weights of one decoder layer, sets the dequantized weights in the running model, and runs the layer.
 
     Args:
         source: checkpoint from which the 16-bit weights are read.
-        schemes, settings: as in `round_layers`.
-        layer: the layer in the running model.
+        schemes: as in `round_layers`.
         prefix: name of the layer, such as "model.layers.3".
-        made: mapping to which codes and scale of each rounded weight are added, by the checkpoint's name.
+
+    Attributes:
+        settings: as in `round_layers`.
+        runner, layer: the running model, and the layer in it.
+        made: codes and scale of each rounded weight, by the checkpoint's name.
+        store: store for the layer's outputs.
     """
 
     def __init__(
@@ -111,12 +115,14 @@ class LayerWeights:
         source: Source,
         schemes: Mapping[str, Scheme],
         settings: RoundingSettings,
+        runner: LayerRunner[Any],
         layer: nn.Module,
         prefix: str,
-        made: dict[str, Made],
+        store: ActivationStore,
     ) -> None:
-        self._source, self._schemes, self.settings, self.layer = source, schemes, settings, layer
-        self._prefix, self._made = prefix, made
+        self._source, self._schemes, self._prefix = source, schemes, prefix
+        self.settings, self.runner, self.layer, self.store = settings, runner, layer, store
+        self.made: dict[str, Made] = {}
         self._magnitudes = Magnitudes(source.checkpoint, schemes)
 
     def is_rounded(self, module: str) -> bool:
@@ -154,7 +160,7 @@ class LayerWeights:
     def set_rounded(self, module: str, made: Made) -> None:
         """Record a module's codes and scale, and set its dequantized weight in the running model."""
         name = self._stored_name(module)
-        self._made[name] = made
+        self.made[name] = made
         scheme, dtype = self._scheme(name), self._source.checkpoint.output_dtype(name)
         self.layer.get_submodule(module).weight.data = self.reorder(module, decode_codes(*made, scheme).to(dtype))
 
@@ -162,15 +168,25 @@ class LayerWeights:
         """Yield each rounded module's name, 16-bit weight [out, in], codes and scale, and scheme."""
         for module in (name for name, each in self.layer.named_modules() if isinstance(each, nn.Linear)):
             name = self._stored_name(module)
-            if self.is_rounded(module) and name in self._made:
-                yield module, self._source.checkpoint.read(name).float(), self._made[name], self._bound_scheme(name)
+            if self.is_rounded(module) and name in self.made:
+                yield module, self._source.checkpoint.read(name).float(), self.made[name], self._bound_scheme(name)
 
     def set_kept(self, kept: Mapping[str, Tensor]) -> None:
         """Record and set what `_flatten` returned for the layer."""
         names = {name.rpartition(".")[0] for name in kept}
-        self._made.update({name: (kept[f"{name}.codes"], kept[f"{name}.scale"]) for name in names})
+        self.made.update({name: (kept[f"{name}.codes"], kept[f"{name}.scale"]) for name in names})
         for module, _, made, _ in self.rounded_modules():
             self.set_rounded(module, made)
+
+    def run_layer(self, states: States, layer: nn.Module | None = None, first: int = 0) -> None:
+        """Replace each batch in `states`, from number `first` on, by the layer's output for it.
+
+        Args:
+            layer: layer to run instead, such as a copy with the 16-bit weights.
+        """
+        ran = self.layer if layer is None else layer
+        for number in range(first, len(states)):
+            states[number] = self.store.keep(self.runner.run_layer(ran, states[number].get()))
 
     def reorder(self, module: str, weight: Tensor) -> Tensor:
         """Return a weight [out, in] of the checkpoint in float32, with its rows in the order of the running model."""
@@ -194,14 +210,6 @@ class LayerWeights:
         return f"{self._prefix}.{module}.weight"
 
 
-def run_layer(
-    runner: LayerRunner[Any], layer: nn.Module, states: States, store: ActivationStore, first: int = 0
-) -> None:
-    """Run a layer on the batches in `states`, from number `first` on, and replace each batch by the layer's output."""
-    for number in range(first, len(states)):
-        states[number] = store.keep(runner.run_layer(layer, states[number].get()))
-
-
 def _flatten(made: Mapping[str, Made]) -> dict[str, Tensor]:
     """Return the tensors of a layer by the weight's name and what they are, as a file keeps them."""
     parts = (
@@ -212,56 +220,37 @@ def _flatten(made: Mapping[str, Made]) -> dict[str, Tensor]:
     return {f"{name}.{part}": tensor.contiguous() for name, part, tensor in parts}
 
 
-def _run_kept(
-    runner: LayerRunner[Any],
-    weights: LayerWeights,
-    kept: Mapping[str, Tensor],
-    states: States,
-    exact: States,
-    store: ActivationStore,
-) -> None:
+def _run_kept(weights: LayerWeights, kept: Mapping[str, Tensor], states: States, exact: States) -> None:
     """Set a layer's weights from what an earlier run kept of it, and run it as if it had just been rounded."""
     unrounded = weights.settings.inputs == "unrounded"
     if unrounded or weights.settings.target != "layer":
-        run_layer(runner, weights.layer, states if unrounded else exact, store)
+        weights.run_layer(states if unrounded else exact)
     weights.set_kept(kept)
     if not unrounded:
-        run_layer(runner, weights.layer, states, store)
+        weights.run_layer(states)
 
 
-def _round_for_unrounded(
-    runner: LayerRunner[Any],
-    weights: LayerWeights,
-    groups: Sequence[Sequence[str]],
-    states: States,
-    store: ActivationStore,
-) -> None:
+def _round_for_unrounded(weights: LayerWeights, groups: Sequence[Sequence[str]], states: States) -> None:
     """Round a layer for the 16-bit model's inputs, and replace these in `states` by the 16-bit model's outputs."""
     moments = [SecondMoments() for _ in groups]
     for number, state in enumerate(states):
-        seen, output = collect_inputs(runner, weights.layer, [names[0] for names in groups], state.get())
-        states[number] = store.keep(output)
+        seen, output = collect_inputs(weights.runner, weights.layer, [names[0] for names in groups], state.get())
+        states[number] = weights.store.keep(output)
         for names, of_group in zip(groups, moments, strict=True):
             of_group.add(seen[names[0]])
     for names, of_group in zip(groups, moments, strict=True):
         weights.round(names, of_group)
 
 
-def _round_in_turn(
-    runner: LayerRunner[Any],
-    weights: LayerWeights,
-    groups: Sequence[Sequence[str]],
-    states: States,
-    exact: States,
-    store: ActivationStore,
-) -> None:
+def _round_in_turn(weights: LayerWeights, groups: Sequence[Sequence[str]], states: States, exact: States) -> None:
     """Round a layer's modules in order, each for the inputs it gets from already rounded modules.
 
     Unless the setting `target` is "layer", the 16-bit model's hidden states in `exact` are replaced by the layer's
     16-bit outputs. The 16-bit inputs of modules are cached if they fit into memory, and recomputed for the other
     batches.
     """
-    layer, held = weights.layer, list[StoredActivations[dict[str, Tensor]]]()
+    runner, layer, store = weights.runner, weights.layer, weights.store
+    held: list[StoredActivations[dict[str, Tensor]]] = []
     is_target = weights.settings.target != "layer"
     for number, state in enumerate(exact if is_target else ()):
         seen, output = collect_inputs(runner, layer, [names[0] for names in groups], state.get())
@@ -281,4 +270,4 @@ def _round_in_turn(
             moments.add(capture_input(runner, layer, names[0], state.get()), target)
         weights.round(names, moments)
     if is_target:
-        run_layer(runner, original, exact, store, first=len(held))
+        weights.run_layer(exact, original, first=len(held))
