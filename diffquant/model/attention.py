@@ -281,9 +281,10 @@ def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)
 def compute_projection(x: Tensor, projection: nn.Module, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
     """Compute a projection of x [..., D] in a dtype and without its bias; `rows` selects the outputs.
 
-    A module in the place of a Linear, such as a LoRA adapter, adds to the product with its weight, in its own dtype.
+    A module in the place of a Linear, such as a LoRA adapter, adds to the product with its weight, in its own dtype. So
+    does a Linear that accelerate has offloaded: only a call loads its weight.
     """
-    if type(projection) is nn.Linear:
+    if type(projection) is nn.Linear and not projection.weight.is_meta:
         with disable_autocast(x):
             return linear(x.to(dtype), projection.weight[rows].to(dtype))
     weight, bias = getattr(projection, "weight", x), getattr(projection, "bias", None)

@@ -81,7 +81,10 @@ def test_every_source_format_is_registered():
     assert not unknown
 
 
-@in_one_test("device_map", ["cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
+DEVICE = torch.device("cpu")
+
+
+@in_one_test("device_map", ["cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}, DEVICE, {"": DEVICE}])
 def test_a_device_map_is_one_device_or_several(folders, device_map):
     model = AutoModelForCausalLM.from_pretrained(folders["unilm-v2"], device_map=device_map)
     ids = torch.tensor(IDS)

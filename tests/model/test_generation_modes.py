@@ -1,5 +1,6 @@
 """What transformers' callers may ask for is computed, or refused in one line at the first call."""
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -326,3 +327,9 @@ def test_an_adapter_of_any_linear_counts_as_it_does_once_it_is_merged(tmp_path, 
         if atol is not None:
             torch.testing.assert_close(logits, merged(IDS).logits, rtol=0, atol=atol)
             assert torch.equal(asked(adapted), asked(merged))
+
+
+def test_a_model_that_accelerate_offloads_computes_the_same(folders):
+    expected = load(folders["unilm-v2"])(IDS).logits
+    offloaded = accelerate.cpu_offload(load(folders["unilm-v2"]), execution_device="cpu")
+    assert torch.equal(offloaded(IDS).logits, expected)
