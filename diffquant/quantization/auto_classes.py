@@ -178,9 +178,7 @@ def _parse_device_map(device_map: "DeviceMap | int | None") -> "tuple[str, Devic
     """Split a `device_map` into one device for the whole model and, if it names several devices, the map itself."""
     if isinstance(device_map, Mapping) and set(device_map) == {""}:
         device_map = device_map[""]
-    if type(device_map).__name__ == "device":  # torch's
-        device_map = str(device_map)
     if device_map is None or isinstance(device_map, int):
         return "cpu" if device_map is None else f"cuda:{device_map}", None
-    is_device = isinstance(device_map, str) and device_map.partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
+    is_device = str(device_map).partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
     return (str(device_map), None) if is_device else ("auto", device_map)

@@ -19,18 +19,15 @@ def cores() -> int:
 def use_torch_defaults() -> Iterator[None]:
     """Run with torch's own default dtype and device and without autocast, whatever the caller's program has set."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    dtype, kinds = torch.get_default_dtype(), filter(torch.is_autocast_enabled, ("cpu", "cuda"))
     with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, dtype)
-        torch.set_default_dtype(torch.float32)
-        # A default device makes each operation slower.
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch is not None:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+            # A default device makes each operation slower.
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -107,9 +107,8 @@ def generate(
         check_ranges_used(scales, [loaded.recipe])
         loaded.use_attention(attention)
     drawn_on = [loaded.device] if loaded.device.type == "cuda" else []
-    with torch.random.fork_rng(drawn_on, enabled=temperature > 0):
-        if temperature > 0:
-            torch.manual_seed(seed)
+    with torch.random.fork_rng(drawn_on):
+        torch.manual_seed(seed)
         return _print_and_join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), on_text)
 
 
