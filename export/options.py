@@ -58,6 +58,8 @@ class ExportOptions:
     web: bool = False
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.weights, Scheme) and isinstance(self.logits, Scheme)):
+            raise UsageError("ExportOptions takes schemes as Scheme; for text use ExportOptions.parse(weights='4:g32')")
         problems = list(self._problems())
         if problems:
             raise UsageError(f"cannot export: {'; '.join(problems)}")
@@ -111,7 +113,7 @@ class ExportOptions:
 
     def _problems(self) -> Iterator[str]:
         if self.kv_bits not in (16, 8, 4):
-            yield f"no kernel reads a {self.kv_bits}-bit KV cache; {option_name('kv')} takes 16, 8 or 4"
+            yield f"no kernel reads a {self.kv_bits!r}-bit KV cache; {option_name('kv')} takes 16, 8 or 4"
         if self.embed_bits not in (16, 8):
             yield f"no kernel reads {self.embed_bits}-bit embeddings; {option_name('embed')} takes 16 or 8"
         if self.dtype not in DTYPES:

@@ -52,12 +52,17 @@ def make_memory_source(model: CausalModel) -> Source:
     """Return a `Source` that reads the parameters of a loaded model.
 
     Raises:
-        UsageError: the weights are already quantized, or some are offloaded (on the meta device).
+        UsageError: the weights are already quantized, or some are offloaded (on the meta device) or replaced by other
+            modules, such as adapters.
     """
     if model.has_low_bit_weights:
         raise UsageError("the weights of this model are already quantized; load its 16-bit checkpoint")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError("weights of this model are offloaded (device_map); quantize its checkpoint's folder instead")
+    if replaced := model.model.architecture.parameters.keys() - model.state_dict().keys():
+        raise UsageError(
+            f"this model no longer has {min(replaced)}: merge its adapters first (merge_and_unload in peft)"
+        )
     checkpoint = MemoryCheckpoint(model)
     return Source(checkpoint, adapter_for(checkpoint.config).match_tensors(checkpoint.tensors), {}, {})
 

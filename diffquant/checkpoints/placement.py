@@ -173,7 +173,7 @@ class SpreadPlacement(Placement):
             raise UsageError(f"the device map places parts of the model on disk: give {option_name('offload_folder')}")
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix="model-", dir=parent))
+            folder = Path(tempfile.mkdtemp(prefix="model-", dir=parent.absolute()))
         except OSError as error:
             raise UsageError(f"cannot write to the offload folder {parent}: {error.strerror}") from error
         # A sweep's reference states hold the head, which then outlives its model.

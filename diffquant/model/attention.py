@@ -275,12 +275,21 @@ def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)
 
     `rows` selects the outputs; by default all of them.
     """
-    if type(projection) is nn.Linear:
+    return compute_projection(x, projection, torch.float32, rows).sigmoid().transpose(1, 2).unsqueeze(-1)
+
+
+def compute_projection(x: Tensor, projection: nn.Module, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+    """Compute a projection of x [..., D] in a dtype and without its bias; `rows` selects the outputs.
+
+    A module in the place of a Linear, such as a LoRA adapter, adds to the product with its weight, in its own dtype. So
+    does a Linear that accelerate has offloaded: only a call loads its weight.
+    """
+    if type(projection) is nn.Linear and not projection.weight.is_meta:
         with disable_autocast(x):
-            gates = linear(x.float(), projection.weight[rows].float())
-    else:  # Such as a LoRA adapter, whose output is more than the product with its weight.
-        gates = projection(x)[..., rows].float()
-    return gates.sigmoid().transpose(1, 2).unsqueeze(-1)
+            return linear(x.to(dtype), projection.weight[rows].to(dtype))
+    weight, bias = getattr(projection, "weight", x), getattr(projection, "bias", None)
+    out: Tensor = projection(x.to(weight.dtype))[..., rows].to(dtype)
+    return out if bias is None else out - bias[rows].to(dtype)
 
 
 def clear_padded_keys(k: Tensor, mask: Mask) -> Tensor:

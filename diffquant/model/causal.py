@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from diffquant.attention import check_backend
@@ -52,8 +53,15 @@ class CausalModel(PreTrainedModel, GenerationMixin):
     lm_head: nn.Linear
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # transformers' Trainer shifts smoothed labels, and its pipelines take models, by the names in this table.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
+
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__(config)
+        # By default transformers infers it from a class name that ends so; Trainer counts a batch's labels by it.
+        self.loss_type = "ForCausalLM"
         self.model = self.decoder_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.input_roundings: dict[str, InputRounding] = {}

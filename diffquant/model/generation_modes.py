@@ -103,8 +103,8 @@ def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         )
     if kind is not None and model.model.needs_own_cache(kind):
         raise UsageError(
-            f"cache_implementation={kind!r} would not store what the model's recipe requires "
-            f"({_describe_cache(model.recipe)}); leave it out"
+            f"cache_implementation={kind!r} would not store what this model caches ({_describe_cache(model.recipe)}); "
+            "leave it out"
         )
     is_drafted = given.get("assistant_model") is not None or any(
         resolve_setting(model, given, name) for name in _DRAFTING

@@ -5,7 +5,8 @@ transformers' registries are imported, or immediately if they are imported alrea
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 # Arguments of transformers' `from_pretrained` that have no effect here, or that the auto class has resolved already.
 _WITHOUT_EFFECT = {"adapter_kwargs", "local_files_only", "low_cpu_mem_usage", "trust_remote_code", "use_safetensors"}
+_WITHOUT_EFFECT.add("_from_auto")  # which it adds itself
+# Settings in a configuration that do not concern the checkpoint, but later calls of the model.
+_OF_CALLS = {"output_hidden_states", "return_dict", "use_cache"}
 
 
 def register_with_transformers() -> None:
@@ -117,8 +121,8 @@ class AutoModelLoader:
 
         Args:
             path: folder or name on the hub.
-            config: configuration that the auto class has read; its `attn_implementation`, if any, is passed to
-                `set_attn_implementation`.
+            config: configuration that the auto class has read or been given; its `attn_implementation`, if any, is
+                passed to `set_attn_implementation`.
             dtype, torch_dtype: dtype or its name; the checkpoint's by default.
             device_map: one device for the whole model (the CPU by default), or a device map for `diffquant.load`.
             max_memory: maximum bytes per device, as in `diffquant.load`.
@@ -127,23 +131,25 @@ class AutoModelLoader:
                 `low_cpu_mem_usage`.
 
         Raises:
-            UsageError: any other argument in `options` is set.
+            UsageError: any other argument in `options` is set, or a setting in `config` is not the folder's.
             DiffQuantError: see `diffquant.load`.
         """
+        from diffquant.checkpoints.source import open_source
         from diffquant.quantization.loading import load
         from diffquant.support.devices import resolve_dtype
 
-        asked = sorted(name for name, value in options.items() if value and name not in _WITHOUT_EFFECT)
-        if asked:
-            raise UsageError(
-                f"{path} is a {config.model_type} model, which diffquant loads: it supports transformers' arguments "
-                f"dtype, device_map and max_memory; leave out {', '.join(asked)}"
-            )
+        given = config.to_dict() | {name: options.pop(name) for name in options.keys() & _OF_CALLS}
+        _refuse(path, config, (name for name, value in options.items() if value and name not in _WITHOUT_EFFECT))
         wanted = dtype or torch_dtype
         wanted = None if wanted == "auto" else resolve_dtype(wanted) if isinstance(wanted, str) else wanted
-        place = f"{path}@{revision}" if revision and not Path(path).exists() else path
+        source = open_source(f"{path}@{revision}" if revision and not Path(path).exists() else path)
+        stored = type(config).from_dict(deepcopy(source.checkpoint.config)).to_dict()
+        changed = {name for name, value in given.items() if stored.get(name) != value}
+        _refuse(path, config, changed - {"_name_or_path", *_OF_CALLS, *(["dtype"] if wanted else [])})
         device, spread = _parse_device_map(device_map)
-        model = load(place, None, wanted, device, device_map=spread, max_memory=max_memory)
+        model = load(source, None, wanted, device, device_map=spread, max_memory=max_memory)
+        for name in given.keys() & _OF_CALLS:
+            setattr(model.config, name, given[name])
         if config._attn_implementation is not None:
             model.set_attn_implementation(config._attn_implementation)
         # Models that transformers loads are trainable; low-bit weights are not.
@@ -151,23 +157,29 @@ class AutoModelLoader:
         return model
 
     @classmethod
-    def _from_config(cls, config: "PreTrainedConfig", **_: object) -> "CausalModel":
-        """Return a model with freshly initialized parameters."""
+    def _from_config(cls, config: "PreTrainedConfig", dtype: Any = None, **_: object) -> "CausalModel":
+        """Return a model with freshly initialized parameters, in float32 or another dtype."""
         from diffquant.model.adapters import adapter_for
 
-        model: CausalModel = adapter_for(config.to_dict()).architecture.new_model()
+        # A configuration has None for what config.json leaves out.
+        stated = {name: value for name, value in config.to_dict().items() if value is not None}
+        model: CausalModel = adapter_for(stated).architecture.new_model().to(dtype)
         return model
+
+
+def _refuse(path: str, config: "PreTrainedConfig", asked: Iterable[str]) -> None:
+    if names := ", ".join(sorted(asked)):
+        raise UsageError(
+            f"{path} is a {config.model_type} model, which diffquant loads: it supports transformers' arguments "
+            f"dtype, device_map and max_memory; leave out {names}"
+        )
 
 
 def _parse_device_map(device_map: "DeviceMap | torch.device | int | None") -> "tuple[str, DeviceMap | None]":
     """Split a `device_map` into one device for the whole model and, if it names several devices, the map itself."""
-    import torch
-
     if isinstance(device_map, Mapping) and set(device_map) == {""}:
         device_map = device_map[""]
     if device_map is None or isinstance(device_map, int):
         return "cpu" if device_map is None else f"cuda:{device_map}", None
-    if isinstance(device_map, torch.device):
-        return str(device_map), None
-    is_device = isinstance(device_map, str) and device_map.partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
+    is_device = str(device_map).partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
     return (str(device_map), None) if is_device else ("auto", device_map)

@@ -22,6 +22,7 @@ from diffquant.quantization.targets import find_packable_modules, unpacked_dtype
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.recipe.scheme import Scheme
 from diffquant.support.devices import as_dtype, resolve_device
+from diffquant.support.machine import use_torch_defaults
 from diffquant.support.progress import report_nothing
 
 # Packages whose result versions determine what a loaded model computes.
@@ -35,6 +36,7 @@ MODEL_MODULES = (
 )
 
 
+@use_torch_defaults()
 def load(
     path: Path | str | Source,
     recipe: RecipeLike | None = None,

@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 
@@ -13,6 +13,22 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@contextmanager
+def use_torch_defaults() -> Iterator[None]:
+    """Run with torch's own default dtype and device and without autocast, whatever the caller's program has set."""
+    torch = sys.modules.get("torch")
+    with ExitStack() as stack:
+        if torch is not None:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+            # A default device makes each operation slower.
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def threads() -> int:

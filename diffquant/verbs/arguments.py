@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from diffquant.errors import UsageError
 from diffquant.recipe.targets import TARGETS
+from diffquant.support.machine import use_torch_defaults
 from diffquant.support.names import did_you_mean, split_list, split_numbers
 from diffquant.support.plain_data import is_encodable_text
 from diffquant.verbs.kinds import Kind, kind_of
@@ -60,7 +61,8 @@ def check_arguments(verb: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
                 if kind.type in (int, float) and not isinstance(value, int | float):
                     # Neither JSON nor a random generator's seed takes numbers of NumPy.
                     given.arguments[name] = kind.type(value)
-        return verb(*given.args, **given.kwargs)
+        with use_torch_defaults():
+            return verb(*given.args, **given.kwargs)
 
     return run
 

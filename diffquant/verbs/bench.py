@@ -12,8 +12,8 @@ from diffquant.verbs.notes import choose_device, say_files_written
 if TYPE_CHECKING:
     from diffquant.benchmarks.cells import BenchResult
 
-Sections = Annotated[Sequence[str], kinds.Kind(str, "SECTIONS", is_positional=True, is_repeatable=True)]
-Peers = Annotated[Sequence[str], kinds.Kind(str, "NAME", is_repeatable=True)]
+Sections = Annotated[str | Sequence[str], kinds.Kind(str, "SECTIONS", is_positional=True, is_repeatable=True)]
+Peers = Annotated[str | Sequence[str], kinds.Kind(str, "NAME", is_repeatable=True)]
 Counts = Annotated[str, kinds.Kind(str, "LIST")]
 
 
@@ -65,14 +65,14 @@ def bench(
     from diffquant.benchmarks.workloads import parse_lengths
 
     options = BenchOptions(
-        sections=tuple(sections or PARTS),
+        sections=split_texts(sections or tuple(PARTS)),
         device=choose_device(device),
         models=split_texts(shapes),
         lengths=tuple(parse_lengths(lengths)) if lengths else (),
         batches=tuple(parse_lengths(batches)),
         dtype=dtype,
         repeats=repeats,
-        peers=tuple(peer),
+        peers=(peer,) if isinstance(peer, str) else tuple(peer),  # names have commas
         graph=graph,
     )
     result = run.run_bench(options, PARTS, Path(output), progress or progress_for("bench"))

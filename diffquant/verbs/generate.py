@@ -73,7 +73,7 @@ def generate(
         DiffQuantError: the checkpoint or the recipe cannot be used, see `load`.
     """
     wanted = None if recipe is None else Recipe.parse(recipe)
-    import transformers
+    import torch
 
     from diffquant.attention import check_backend
     from diffquant.checkpoints.ranges import check_ranges_used
@@ -106,9 +106,10 @@ def generate(
         loaded = load(source, wanted, wanted_dtype, chosen, scales=scales, device_map=places)
         check_ranges_used(scales, [loaded.recipe])
         loaded.use_attention(attention)
-    if temperature:
-        transformers.set_seed(seed)
-    return _print_and_join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), on_text)
+    drawn_on = [loaded.device] if loaded.device.type == "cuda" else []
+    with torch.random.fork_rng(drawn_on):
+        torch.manual_seed(seed)
+        return _print_and_join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), on_text)
 
 
 @check_arguments

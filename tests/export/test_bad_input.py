@@ -70,6 +70,12 @@ def test_options_that_no_runtime_has_are_refused(wrong, message):
         ExportOptions.parse(**wrong)
 
 
+@in_one_test("wrong", [{"weights": "4:g32"}, {"logits": 6}])
+def test_schemes_as_text_hear_how_they_are_read(wrong):
+    with pytest.raises(UsageError, match=r"for text use ExportOptions\.parse"):
+        ExportOptions(**wrong)
+
+
 def test_a_runtime_that_is_too_old_for_the_model_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.setattr(options.onnxruntime, "__version__", "1.24.1")
     with pytest.raises(UsageError, match=r"8-bit KV cache needs ONNX Runtime 1\.27; installed is 1\.24\.1"):

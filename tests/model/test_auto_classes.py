@@ -81,10 +81,10 @@ def test_every_source_format_is_registered():
     assert not unknown
 
 
-@in_one_test(
-    "device_map",
-    ["cpu", torch.device("cpu"), {"": "cpu"}, {"": torch.device("cpu")}, {"model": "cpu", "lm_head": "cpu"}],
-)
+DEVICE = torch.device("cpu")
+
+
+@in_one_test("device_map", ["cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}, DEVICE, {"": DEVICE}])
 def test_a_device_map_is_one_device_or_several(folders, device_map):
     model = AutoModelForCausalLM.from_pretrained(folders["unilm-v2"], device_map=device_map)
     ids = torch.tensor(IDS)
@@ -97,11 +97,34 @@ def test_what_is_not_at_low_bits_can_be_trained(folders):
     assert not any(p.requires_grad for p in low.parameters())
 
 
-def test_a_config_alone_makes_an_untrained_model(folders):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folders["unilm-v2"]))
-    wanted = adapter_for(json.loads((folders["unilm-v2"] / "config.json").read_text())).architecture
+@in_one_test("kind", ["unilm-v2", "motif", "phi4flash", "motif3"])
+def test_a_config_alone_makes_an_untrained_model(folders, kind):
+    config = AutoConfig.from_pretrained(folders[kind])
+    wanted = adapter_for(json.loads((folders[kind] / "config.json").read_text())).architecture
     shapes = {name: each.shape for name, each in wanted.parameters.items()}
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes
+    for options, dtype in (({}, torch.float32), ({"dtype": torch.bfloat16}, torch.bfloat16)):
+        model = AutoModelForCausalLM.from_config(config, **options)
+        assert {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes
+        assert model.dtype == dtype
+
+
+@in_one_test("kind", ["unilm-v2", "motif-low", "phi4flash", "motif3", "gated-low"])
+def test_a_config_may_be_given_and_change_calls_alone(folders, kind):
+    path, ids = folders[kind], torch.tensor(IDS)
+    config = AutoConfig.from_pretrained(path)
+    expected = load(path)(ids).logits
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(path, config=config)(ids).logits, expected)
+    assert AutoModelForCausalLM.from_pretrained(path, config=config, dtype="bfloat16").dtype == torch.bfloat16
+    logits, states = AutoModelForCausalLM.from_pretrained(path, output_hidden_states=True, return_dict=False)(ids)
+    assert torch.equal(logits, expected)
+    assert len(states) == config.num_hidden_layers + 1
+    assert not AutoModelForCausalLM.from_pretrained(path, use_cache=False).config.use_cache
+    for name, value in (("num_hidden_layers", 1), ("rope_theta", 5.0)):
+        with pytest.raises(UsageError, match=f"leave out {name}$"):
+            AutoModelForCausalLM.from_pretrained(path, **{name: value})
+    config.hidden_size = 32
+    with pytest.raises(UsageError, match=r"leave out hidden_size$"):
+        AutoModelForCausalLM.from_pretrained(path, config=config)
 
 
 @in_one_test(

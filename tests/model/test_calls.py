@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from transformers import Trainer, TrainingArguments
 
 from diffquant import load
 from diffquant.errors import UsageError
@@ -127,6 +128,14 @@ def test_lambda_and_what_a_recipe_rounds_keep_their_float32(recipe):
     attended = attention.attend(q, k, v, attention.scalar_lam(), Mask())
     with in_bfloat16():
         assert torch.equal(attention.attend(q, k, v, attention.scalar_lam(), Mask()), attended)
+
+
+@in_one_test("smoothing", [0.0, 0.1])
+def test_trainer_computes_the_loss_of_transformers_model(tmp_path, smoothing):
+    oracle, rows = random_diffllama(), [{"input_ids": row, "labels": row} for row in random_ids()]
+    made = TrainingArguments(tmp_path, label_smoothing_factor=smoothing, report_to=[], use_cpu=True, disable_tqdm=True)
+    losses = [Trainer(each, made, eval_dataset=rows).evaluate()["eval_loss"] for each in (oracle, ours(oracle))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_gates_are_float32():

@@ -1,5 +1,6 @@
 """What transformers' callers may ask for is computed, or refused in one line at the first call."""
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -305,17 +306,30 @@ class Adapted(nn.Module):
 
     def __init__(self, base_layer):
         super().__init__()
-        self.base_layer, self.weight = base_layer, base_layer.weight
-        self.down, self.up = (nn.Parameter(torch.randn(shape) * 0.3) for shape in ((2, 64), (len(self.weight), 2)))
+        self.base_layer, self.weight, self.bias = base_layer, base_layer.weight, base_layer.bias
+        sizes = ((2, base_layer.in_features), (base_layer.out_features, 2))
+        self.down, self.up = (nn.Parameter(0.3 * torch.randn(size).to(self.weight.dtype)) for size in sizes)
 
     def forward(self, x):
         return self.base_layer(x) + x @ self.down.T @ self.up.T
 
 
-@in_one_test("source", ["unilm-v2", "gated"])
-def test_an_adapter_counts_as_it_does_once_it_is_merged(tmp_path, source):
-    adapted, merged = (load(write_checkpoint(tmp_path / name, source)) for name in ("adapted", "merged"))
-    for layer, plain in zip(adapted.model.layers, merged.model.layers, strict=True):
-        layer.self_attn.lambda_proj = adapter = Adapted(layer.self_attn.lambda_proj)
-        plain.self_attn.lambda_proj.weight += adapter.up.detach() @ adapter.down.detach()
-    torch.testing.assert_close(adapted(IDS).logits, merged(IDS).logits, rtol=0, atol=1e-4)
+@in_one_test("kind", ["unilm-v2", "gated", "phi4flash", "motif3"])
+def test_an_adapter_of_any_linear_counts_as_it_does_once_it_is_merged(tmp_path, kind):
+    source = write_checkpoint(tmp_path / "source", kind)
+    for dtype, atol in ((torch.float64, 1e-4), (torch.bfloat16, None)):
+        adapted, merged = (load(source, dtype=dtype) for _ in range(2))
+        for name, linear in [(n, each) for n, each in adapted.model.named_modules() if type(each) is nn.Linear]:
+            adapted.model.set_submodule(name, adapter := Adapted(linear))
+            merged.model.get_parameter(f"{name}.weight").add_(adapter.up.detach() @ adapter.down.detach())
+        logits = adapted(IDS).logits
+        assert logits.isfinite().all()
+        if atol is not None:
+            torch.testing.assert_close(logits, merged(IDS).logits, rtol=0, atol=atol)
+            assert torch.equal(asked(adapted), asked(merged))
+
+
+def test_a_model_that_accelerate_offloads_computes_the_same(folders):
+    expected = load(folders["unilm-v2"])(IDS).logits
+    offloaded = accelerate.cpu_offload(load(folders["unilm-v2"]), execution_device="cpu")
+    assert torch.equal(offloaded(IDS).logits, expected)

@@ -159,6 +159,14 @@ def test_a_model_whose_parts_lie_on_the_disk_is_refused(tmp_path):
         diffquant.quantize(model, recipe={"weights": "8:row"})
 
 
+def test_a_model_with_adapters_in_the_place_of_weights_is_refused(tmp_path):
+    model = diffquant.load(write_checkpoint(tmp_path / "given", "llama"))
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = torch.nn.ModuleDict({"base_layer": attention.q_proj})
+    with pytest.raises(UsageError, match=r"no longer has model\.layers\.1\.self_attn\.q_proj\.weight: merge"):
+        diffquant.quantize(model, recipe={"weights": "8:row"})
+
+
 def rule_of(folder):
     return json.loads((folder / "diffquant.json").read_text())["rounding"]["name"]
 

@@ -191,10 +191,12 @@ def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_p
             diffquant.load(source, **given)
 
 
-def test_models_that_share_an_offload_folder_keep_their_own_weights_and_leave_none(tmp_path):
+def test_models_that_share_an_offload_folder_keep_their_own_weights_and_leave_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     folder, places = tmp_path / "offload", {"": "cpu", "model.layers.1": "disk"}
     checkpoint = write_checkpoint(tmp_path / "source", "unilm-v1", torch.float32)
-    spread = diffquant.load(checkpoint, device_map=places, offload_folder=folder)
+    spread = diffquant.load(checkpoint, device_map=places, offload_folder="offload")
+    monkeypatch.chdir(tmp_path.parent)
     other = diffquant.load(checkpoint, "4:row", device_map=places, offload_folder=folder)
     torch.testing.assert_close(spread(IDS).logits, diffquant.load(checkpoint)(IDS).logits, rtol=0, atol=1e-6)
     del spread, other

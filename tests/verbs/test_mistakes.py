@@ -191,6 +191,8 @@ WRONG = [
     ("generate", ("SRC", "hi"), {"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
     ("load", ("SRC",), {"dtype": torch.int8}, "a model cannot run in torch.int8"),
     ("load", ("SRC",), {"dtype": "bf16"}, "unknown dtype 'bf16'"),
+    ("bench", ("linaer", "out"), {}, "unknown section 'linaer'; choose from"),
+    ("bench", ("decode", "out"), {"peer": "DIFF, sdpb"}, "unknown peer 'DIFF, sdpb'; choose"),
     ("verify", ("out",), {}, "verify: missing a required argument: 'model'"),
     ("verify", ("out", "SRC"), {"tolerance": "low"}, "tolerance is 'low'; it must be a number"),
     ("run", ("out", "hi"), {"max_new_tokens": -1}, "max_new_tokens must be 1 or more"),

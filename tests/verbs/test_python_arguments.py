@@ -1,6 +1,9 @@
 """Arguments that only Python can give."""
 
 import math
+import random
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -88,6 +91,49 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     options = read_task_options({"lengths": [np.int64(64)], "characters": np.int64(0)}, diffquant.sweep)
     assert options == {"lengths": (64,), "characters": None}
     assert parse_widths([np.int64(8), "4", "nvfp4"]) == (8, 4, "nvfp4")
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# A default device of meta stands for CUDA: nothing may be created on it.
+SETTINGS = {
+    "bfloat16": partial(default_dtype, torch.bfloat16),
+    "float64": partial(default_dtype, torch.float64),
+    "device": partial(torch.device, "meta"),
+    "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+}
+
+
+@in_one_test("setting", SETTINGS)
+def test_what_the_callers_program_sets_in_torch_changes_nothing(tmp_path, setting):
+    model, given = tiny_lm.write_diff_v2(tmp_path / "model"), {"effort": "balanced", "tokens": 512, "window": 64}
+    for name, context in (("plain", nullcontext), ("set", SETTINGS[setting])):
+        with context():
+            before = torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
+            diffquant.quantize(model, tmp_path / name, {"weights": "4:row", "kv": 8}, **given)
+            diffquant.export(tmp_path / name, tmp_path / f"{name}-onnx")
+            loaded = diffquant.load(tmp_path / name)
+            assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu")) == before
+        assert loaded.dtype == torch.float32
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "set")]
+    assert weights[0] == weights[1]
+
+
+def test_sampling_leaves_the_callers_random_numbers_alone(tmp_path):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    drawn = []
+    for _ in range(2):
+        diffquant.generate(model, "x", temperature=1.0, max_new_tokens=4)
+        drawn.append((torch.rand(1), np.random.rand(), random.random()))
+    assert all(first != second for first, second in zip(*drawn, strict=True))
 
 
 def test_the_number_in_the_example_of_evaluate_is_there(tmp_path):

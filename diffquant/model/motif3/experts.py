@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from diffquant.model.activations import poly_norm
+from diffquant.model.attention import compute_projection
 from diffquant.model.linears import add_linears
 from diffquant.model.motif3.blocks import ExpertsBlock, PolyMLPBlock
 from diffquant.recipe.numbers.absmax import computing_dtype
@@ -88,7 +89,7 @@ class Experts(nn.Module):
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for tokens [N, D]; return their indices, int64, and routing weights, [N, chosen] each."""
         wide = computing_dtype(tokens)
-        scores = linear(tokens.to(wide), self.get_parameter("router.gate.weight").to(wide)).sigmoid()
+        scores = compute_projection(tokens, self.get_submodule("router.gate"), wide).sigmoid()
         favoured = scores if self.expert_bias is None else scores + self.expert_bias.to(wide)
         chosen = favoured.topk(self.block.chosen).indices
         shares = scores.gather(1, chosen)

@@ -5,12 +5,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import rms_norm
 from transformers.cache_utils import Cache
 
 from diffquant.attention.registry import LATENT
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
+from diffquant.model.attention import compute_projection
 from diffquant.model.blocks import CachedShapes
 from diffquant.model.cache import PackedLayer
 from diffquant.model.causal import CausalModel
@@ -63,9 +64,9 @@ class StreamGates(nn.Module):
 
     def _gate(self, name: str, n: Tensor, largest: float) -> Tensor:
         """Compute the gate's logits α · projection + bias, [B, T, *shape], clipped to ±`largest`."""
-        names = (f"proj_{name}.weight", f"alpha_{name}", f"bias_{name}")
-        weight, alpha, bias = (self.get_parameter(each).to(n.dtype) for each in names)
-        raw: Tensor = linear(n, weight).unflatten(-1, self.block.gate_shapes[name])
+        alpha, bias = (self.get_parameter(f"{each}_{name}").to(n.dtype) for each in ("alpha", "bias"))
+        projected = compute_projection(n, self.get_submodule(f"proj_{name}"), n.dtype)
+        raw: Tensor = projected.unflatten(-1, self.block.gate_shapes[name])
         return (alpha * raw + bias).clamp(-largest, largest)
 
 

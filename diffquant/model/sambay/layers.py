@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import LayerNorm
-from torch.nn.functional import conv1d, linear, silu, softplus
+from torch.nn.functional import conv1d, silu, softplus
 
 from diffquant.errors import UsageError
 from diffquant.model.activations import find_activation
-from diffquant.model.attention import PairAttention, clear_padded_keys
+from diffquant.model.attention import PairAttention, clear_padded_keys, compute_projection
 from diffquant.model.decoder import DecoderLayer
 from diffquant.model.linears import add_linears
 from diffquant.model.reading import Reading
@@ -126,7 +126,7 @@ class Mamba(nn.Module):
         inputs = silu(causal_convolution(u, self.conv1d.weight, self.conv1d.bias, earlier))
         low, into, out_of = self.x_proj(inputs).split(self.sizes, -1)
         # The bias is added in the wider dtype: softplus yields small steps, which float16 and bfloat16 would round.
-        step = softplus(linear(low, self.dt_proj.weight).to(wide) + self.dt_proj.bias.to(wide))
+        step = softplus(compute_projection(low, self.dt_proj, low.dtype).to(wide) + self.dt_proj.bias.to(wide))
         wide_inputs, couplings = inputs.to(wide), (into.to(wide), out_of.to(wide), self.D.to(wide))
         decay = -self.A_log.to(wide).exp()
         y, state = selective_scan(wide_inputs, reading.zero_steps_at_padding(step), decay, *couplings, state)
