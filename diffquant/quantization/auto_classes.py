@@ -181,5 +181,7 @@ def _parse_device_map(device_map: "DeviceMap | torch.device | int | None") -> "t
         device_map = device_map[""]
     if device_map is None or isinstance(device_map, int):
         return "cpu" if device_map is None else f"cuda:{device_map}", None
-    is_device = str(device_map).partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
+    if not isinstance(device_map, str | Mapping):
+        device_map = str(device_map)
+    is_device = isinstance(device_map, str) and device_map.partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
     return (str(device_map), None) if is_device else ("auto", device_map)
