@@ -170,9 +170,9 @@ def alter(data, path, by):
     data[path[-1]] = data[path[-1]] * by + 1
 
 
-def page_of(file):
-    """The page of results that lists a raw file first."""
-    return next(name for name, places in uses().items() if any(file == p or file.startswith(f"{p}/") for p in places))
+def pages_of(file):
+    """The pages of results that list a raw file."""
+    return sorted(name for name, places in uses().items() if any(file == p or file.startswith(f"{p}/") for p in places))
 
 
 def drawn_of_all(chance):
@@ -207,7 +207,7 @@ def drawn_of_read(chance, monkeypatch):
 
 @pytest.fixture
 def altered(tmp_path, monkeypatch, rendered):
-    """The page of a raw file as it is rendered with one number altered; None where it breaks."""
+    """The pages of a raw file as they are rendered, and with one number altered: None where one breaks."""
     for folder in FOLDERS:
         shutil.copytree(render.ROOT / folder, tmp_path / folder)
     monkeypatch.setattr(raw, "ROOT", tmp_path)
@@ -219,12 +219,14 @@ def altered(tmp_path, monkeypatch, rendered):
         kept = stored.read_bytes()
         stored.unlink()
         (tmp_path / file).write_text(json.dumps(data), encoding="utf-8")
-        page = page_of(file)
+        pages = pages_of(file)
+        before = "".join(rendered[render.HERE / page] for page in pages)
         try:
-            render.forget(f"{page}.j2")
-            return rendered[render.HERE / page], render.page_text(f"{page}.j2")
+            for page in pages:
+                render.forget(f"{page}.j2")
+            return before, "".join(render.page_text(f"{page}.j2") for page in pages)
         except (DiffQuantError, LookupError, ArithmeticError, ValueError, TypeError, StopIteration):
-            return rendered[render.HERE / page], None
+            return before, None
         finally:
             (tmp_path / file).unlink()
             stored.write_bytes(kept)
@@ -242,8 +244,8 @@ def test_sixty_numbers_altered_in_raw_files_change_or_break_the_pages(altered):
 
 
 @thorough
-def test_of_sixty_numbers_that_modules_read_a_third_change_more_than_a_digest(altered, monkeypatch):
-    """Modules read more than their pages print: the rest (34 of 60 when this was written) only moves a digest.
+def test_of_sixty_numbers_that_modules_read_two_thirds_change_more_than_a_digest(altered, monkeypatch):
+    """Modules read more than their pages print: the rest (10 of 60 when this was written) only moves a digest.
 
     A learning rate that was not the best, one window of a format that no table has, a key that rows are found by.
     """
@@ -253,4 +255,4 @@ def test_of_sixty_numbers_that_modules_read_a_third_change_more_than_a_digest(al
     found = [(file, path, *altered(file, path, 3.0)) for file, path in drawn]
     unseen = [(f, p) for f, p, before, after in found if after and DIGESTS.sub("", before) == DIGESTS.sub("", after)]
     print(f"{ALTERATIONS - len(unseen)} of {ALTERATIONS} numbers that are read change a figure or break a page")
-    assert len(unseen) <= ALTERATIONS * 2 // 3, unseen
+    assert len(unseen) <= ALTERATIONS // 3, unseen
