@@ -3,14 +3,10 @@
 Parameters keep the row order of their checkpoint; the specification's `layout` describes where each head's rows are.
 """
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.utils.generic import maybe_autocast
 
 from diffquant.attention import BACKENDS, LogitMeter, backend_for
 from diffquant.attention.operands import round_operands, round_values
@@ -21,7 +17,7 @@ from diffquant.family.norm import LAMBDA_VECTORS, PairNorm, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import AttentionBlock
 from diffquant.model.fused_cache import FusedCache
-from diffquant.model.linears import add_linears
+from diffquant.model.linears import add_linears, compute_projection, disable_autocast
 from diffquant.recipe import Recipe
 from diffquant.recipe.numbers.simulation import make_rotation_matrix, rotate_by
 from diffquant.recipe.scheme import FULL
@@ -261,35 +257,12 @@ class DiffAttention(PairAttention):
         return project_sigmoids(x, self.lambda_proj, slice(0, None, 2)) if self.spec.lam == "two-gates" else None
 
 
-def disable_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context that disables autocast on x's device.
-
-    Autocast would compute λ and quantized logits in bfloat16.
-    """
-    context: AbstractContextManager[None] = maybe_autocast(x.device.type, enabled=False)
-    return context
-
-
 def project_sigmoids(x: Tensor, projection: nn.Module, rows: slice = slice(None)) -> Tensor:
     """Compute the sigmoids of a projection of x [B, T, D], float32 [B, h, T, 1] for h outputs.
 
     `rows` selects the outputs; by default all of them.
     """
     return compute_projection(x, projection, torch.float32, rows).sigmoid().transpose(1, 2).unsqueeze(-1)
-
-
-def compute_projection(x: Tensor, projection: nn.Module, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-    """Compute a projection of x [..., D] in a dtype and without its bias; `rows` selects the outputs.
-
-    A module in the place of a Linear, such as a LoRA adapter, adds to the product with its weight, in its own dtype. So
-    does a Linear that accelerate has offloaded: only a call loads its weight.
-    """
-    if type(projection) is nn.Linear and not projection.weight.is_meta:
-        with disable_autocast(x):
-            return linear(x.to(dtype), projection.weight[rows].to(dtype))
-    weight, bias = getattr(projection, "weight", x), getattr(projection, "bias", None)
-    out: Tensor = projection(x.to(weight.dtype))[..., rows].to(dtype)
-    return out if bias is None else out - bias[rows].to(dtype)
 
 
 def clear_padded_keys(k: Tensor, mask: Mask) -> Tensor:

@@ -1,9 +1,12 @@
-"""Linear layers, 16-bit or packed, and the gated MLP made of them."""
+"""Linear layers, 16-bit or packed, projections in a wider dtype, and the gated MLP made of them."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor, nn
+from transformers.utils.generic import maybe_autocast
 
 from diffquant.kernels.linear.linear import linear
 from diffquant.kernels.linear.repack import PackedWeight, join_refusal, join_rows
@@ -19,6 +22,29 @@ def add_linears(module: nn.Module, block: Block) -> None:
         if child != name and len(parameter.shape) == 2 and parameter.packing != "never":
             out, width = parameter.shape
             module.add_module(child, nn.Linear(width, out, bias=f"{child}.bias" in parameters))
+
+
+def compute_projection(x: Tensor, projection: nn.Module, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+    """Compute a projection of x [..., D] in a dtype and without its bias; `rows` selects the outputs.
+
+    A module in the place of a Linear, such as a LoRA adapter, adds to the product with its weight, in its own dtype. So
+    does a Linear that accelerate has offloaded: only a call loads its weight.
+    """
+    if type(projection) is nn.Linear and not projection.weight.is_meta:
+        with disable_autocast(x):
+            return nn.functional.linear(x.to(dtype), projection.weight[rows].to(dtype))
+    weight, bias = getattr(projection, "weight", x), getattr(projection, "bias", None)
+    out: Tensor = projection(x.to(weight.dtype))[..., rows].to(dtype)
+    return out if bias is None else out - bias[rows].to(dtype)
+
+
+def disable_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context that disables autocast on x's device.
+
+    Autocast would compute λ and quantized logits in bfloat16.
+    """
+    context: AbstractContextManager[None] = maybe_autocast(x.device.type, enabled=False)
+    return context
 
 
 class QuantizedLinear(nn.Module):

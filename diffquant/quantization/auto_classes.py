@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from diffquant.model.causal import CausalModel
 
 # Arguments of transformers' `from_pretrained` that have no effect here, or that the auto class has resolved already.
-_WITHOUT_EFFECT = {"adapter_kwargs", "local_files_only", "low_cpu_mem_usage", "trust_remote_code", "use_safetensors"}
-_WITHOUT_EFFECT.add("_from_auto")  # which it adds itself
+_WITHOUT_EFFECT = {
+    "_from_auto", "adapter_kwargs", "local_files_only", "low_cpu_mem_usage", "trust_remote_code", "use_safetensors",
+}  # fmt: skip
 # Settings in a configuration that do not concern the checkpoint, but later calls of the model.
 _OF_CALLS = {"output_hidden_states", "return_dict", "use_cache"}
 

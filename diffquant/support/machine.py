@@ -23,7 +23,7 @@ def use_torch_defaults() -> Iterator[None]:
         if torch is not None:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float32)
-            # A default device makes each operation slower.
+            # Within torch.device each operation is slower, so it is entered only if it changes something.
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):

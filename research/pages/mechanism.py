@@ -60,7 +60,8 @@ def growth_table() -> str:
 def recipe_table() -> str:
     """E6: log2 r by layer of one training of each other recipe, beside where one more usual training would lie."""
     rows = [[NAMES[kind], *(cell.replace("-", "−") for cell in cells)] for kind, cells in RECIPES.items()]
-    return table(["log2 r by layer", "usual, and one more", "without `<s>`", "decay 0", "decay 1"], rows)
+    heads = ["log2 r by layer", "usual, with the interval for one more", "without `<s>`", "decay 0", "decay 1"]
+    return table(heads, rows)
 
 
 def first_token_moves() -> float:

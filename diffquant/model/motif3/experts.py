@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from diffquant.model.activations import poly_norm
-from diffquant.model.attention import compute_projection
-from diffquant.model.linears import add_linears
+from diffquant.model.linears import add_linears, compute_projection
 from diffquant.model.motif3.blocks import ExpertsBlock, PolyMLPBlock
 from diffquant.recipe.numbers.absmax import computing_dtype
 

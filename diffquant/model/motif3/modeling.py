@@ -11,13 +11,13 @@ from transformers.cache_utils import Cache
 from diffquant.attention.registry import LATENT
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.attention import compute_projection
 from diffquant.model.blocks import CachedShapes
 from diffquant.model.cache import PackedLayer
 from diffquant.model.causal import CausalModel
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.decoder import Decoder, DecoderLayer
 from diffquant.model.fused_cache import FusedLayer, warn_of_slow_decoding
+from diffquant.model.linears import compute_projection
 from diffquant.model.motif3.architecture import Motif3Architecture, rotary_tables
 from diffquant.model.motif3.attention import LatentAttention, Rotary
 from diffquant.model.motif3.blocks import StreamGatesBlock

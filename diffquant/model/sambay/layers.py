@@ -10,9 +10,9 @@ from torch.nn.functional import conv1d, silu, softplus
 
 from diffquant.errors import UsageError
 from diffquant.model.activations import find_activation
-from diffquant.model.attention import PairAttention, clear_padded_keys, compute_projection
+from diffquant.model.attention import PairAttention, clear_padded_keys
 from diffquant.model.decoder import DecoderLayer
-from diffquant.model.linears import add_linears
+from diffquant.model.linears import add_linears, compute_projection
 from diffquant.model.reading import Reading
 from diffquant.model.sambay.architecture import FusedAttentionBlock, FusedMLPBlock, GatedMemoryBlock, MambaBlock
 from diffquant.model.windowed_cache import RecurrentLayer
