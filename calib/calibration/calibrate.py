@@ -176,9 +176,8 @@ def calibrate(
     calibration = read_calibration(text, tokenizer, model.config, window, tokens)
     ids = calibration.ids.to(model.device)
     if len(ids) < 2:
-        raise UsageError(
-            f"the text has only one window of {window} tokens; two are needed: give a longer text or a shorter window"
-        )
+        read = f"{tokens} tokens are" if tokens < 2 * window else "the text has"
+        raise UsageError(f"{read} only one window of {window} tokens; two are needed: give more or a shorter window")
     observed, held_out = ids.tensor_split([(len(ids) + 1) // 2])
     tensors = observe_ranges(model, observed, targets, observer, progress)
     fits = measure_range_quality(model, held_out, tensors, observer.bits, progress=progress)

@@ -75,6 +75,8 @@ def check_tokens(ids: Sequence[int], vocabulary: int, tokenizer: Any) -> None:
     Raises:
         UsageError: an id is not in the vocabulary.
     """
+    if ids and min(ids) < 0:
+        raise UsageError(f"{min(ids)} is no token id; the model has ids from 0 to {vocabulary - 1}")
     if ids and (token := max(ids)) >= vocabulary:
         spelling = tokenizer.convert_ids_to_tokens(token)
         raise UsageError(

@@ -187,6 +187,8 @@ def test_logits_that_overflow_float16_are_refused_and_no_token_is_chosen(tmp_pat
 def test_a_token_that_the_model_does_not_know_is_refused_by_number(plain):
     with pytest.raises(UsageError, match=rf"token {tiny_lm.WORDS} \(.*embedding has {tiny_lm.WORDS} rows"):
         next(Generator(plain, 1).generate_tokens([5, tiny_lm.WORDS, 7], 4))
+    with pytest.raises(UsageError, match="-1 is no token id"):
+        next(Generator(plain, 1).generate_tokens([5, -1, 7], 4))
 
 
 def test_a_text_ends_with_the_context(source, plain):
