@@ -1,11 +1,11 @@
-"""Figures of E4, E6 and E7 on the page on Figure 8: what costs DIFF its bits, and what earns them back."""
+"""Figures of E4 to E7 on the page on Figure 8: what costs DIFF its bits, and what earns them back."""
 
 from statistics import fmean
 
 from diffquant.measure.stats import Difference, mean_interval
-from research.figure8 import factorial, growth, tuned
-from research.figure8.comparisons import PRIMARY
-from research.figure8.deciding import DIFF_VERDICTS, against_zero, verdicts
+from research.figure8 import depth, factorial, growth, tuned
+from research.figure8.comparisons import MAIN, PRIMARY
+from research.figure8.deciding import DIFF_VERDICTS, against_zero, lacking, verdicts
 from research.figure8.plan import CELLS, KINDS, best_rate
 from research.figure8.ranges import LENGTHS
 from research.pages.figure8 import DIFF, NAMES, THERE, holds_zero
@@ -43,6 +43,21 @@ def factorial_table() -> str:
 
     rows = [[measure, *(cell(measure, effect) for effect in factorial.EFFECTS)] for measure in factorial.PRIMARY_COSTS]
     return table(["bits won by", *factorial.EFFECTS], rows)
+
+
+def depth_table() -> str:
+    """E5: bits won with 5 layers and with 12; before all its trainings are there, how many are."""
+    if said := lacking(THERE, depth.NAMES):
+        return said
+    found = verdicts(depth.primary_comparisons(THERE), depth.WORDS)
+    rows = []
+    for usual in MAIN:
+        row = [NAMES[usual.kind], interval(mean_interval(usual.values(THERE, depth.EQUAL_STEPS)), 2, True)]
+        for what in (depth.WITH_12, depth.CHANGE):
+            won, p, verdict = found[f"{usual.kind}, {what}"]
+            row.append(f"{interval(won, 2, True)}, p {p:.2g}: {verdict}")
+        rows.append(row)
+    return table(["logits in steps of 2", "bits won with 5 layers", depth.WITH_12, depth.CHANGE], rows)
 
 
 def growth_table() -> str:

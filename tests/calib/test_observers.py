@@ -236,5 +236,5 @@ def test_two_windows_are_enough_to_calibrate_on_one_and_report_on_the_other(tmp_
     ranges, fits = calibrate(model, ("v",), tokens=64, window=32)
     assert set(ranges.tensors) == {"layers.0.v", "layers.1.v"}
     assert len(fits) == 2
-    with pytest.raises(UsageError, match="^63 tokens are only one window of 32 tokens; two are needed"):
+    with pytest.raises(UsageError, match=r"^63 tokens are only one window of 32 tokens; two are needed"):
         calibrate(model, ("v",), tokens=63, window=32)
