@@ -127,8 +127,9 @@ def test_an_interrupted_import_is_one_line(tmp_path, package, name):
     (tmp_path / package).mkdir()
     kill = f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(9)\n"
     (tmp_path / package / "__init__.py").write_text(kill)
-    # A shell's background may have left SIGINT ignored.
+    # A shell's background may have left SIGINT ignored, and nohup SIGHUP.
     code = "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     code += "runpy.run_module('diffquant', run_name='__main__', alter_sys=True)"
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     done = subprocess.run(
