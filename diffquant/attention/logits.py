@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.family.call import AttentionCall, LogitMeter
-from diffquant.recipe.numbers.formats import NumberFormat
 from diffquant.recipe.numbers.sharing import Granularity
 from diffquant.recipe.numbers.simulation import logit_format, softmax_weight_scale
 from diffquant.recipe.scheme import FULL, Scheme
@@ -208,16 +207,9 @@ def softmax_weights(logits: Tensor, visible: Tensor | None, scheme: Scheme = FUL
 def _round_weights(weights: Tensor, scheme: Scheme) -> Tensor:
     """Quantize and dequantize unnormalized softmax weights [..., S]."""
     if scheme.granularity == "row":
-        return _simulate(
-            weights,
-            scheme.format,
-            softmax_weight_scale(scheme.format, scheme.has_transform("pow2"), weights.dtype).to(weights),
-        )
+        scale = softmax_weight_scale(scheme.format, scheme.has_transform("pow2"), weights.dtype)
+        return scheme.format.simulate(weights, scale.to(weights))
     number_format = scheme.format.with_tensor_scale(torch.ones(1))
     keys, size = weights.shape[-1], scheme.granularity_size or 1
     groups = pad(weights, (0, -keys % size)).unflatten(-1, (-1, size))
-    return _simulate(groups, number_format, number_format.compute_scale(groups, -1)).flatten(-2)[..., :keys]
-
-
-def _simulate(x: Tensor, number_format: NumberFormat, scale: Tensor) -> Tensor:
-    return number_format.decode(number_format.encode(x, scale), scale)
+    return number_format.simulate(groups, number_format.compute_scale(groups, -1)).flatten(-2)[..., :keys]

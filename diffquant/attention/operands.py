@@ -128,5 +128,4 @@ def _simulate(x: Tensor, scheme: Scheme, operand: str) -> Tensor:
 
 
 def _round(x: Tensor, number_format: NumberFormat, dim: Axes) -> Tensor:
-    scale = number_format.compute_scale(x, dim)
-    return number_format.decode(number_format.encode(x, scale), scale)
+    return number_format.simulate(x, number_format.compute_scale(x, dim))

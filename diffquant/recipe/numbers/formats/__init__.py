@@ -234,6 +234,10 @@ class NumberFormat(ABC):
         """Round values, already divided by their scale, in place to the nearest levels, also those unused by absmax."""
         return self.round_to_absmax_levels_(ratio)
 
+    def simulate(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+        """Quantize and dequantize x, of float32 or float64, with its absmax scale, which is broadcastable to it."""
+        return self.round_to_absmax_levels_(x / scale) * scale
+
     def decode(self, codes: "Tensor", scale: "Tensor") -> "Tensor":
         """Dequantize codes: return level · scale in the scale's dtype, as every reader of a checkpoint computes it."""
         return self.levels_of(codes, scale.dtype) * scale

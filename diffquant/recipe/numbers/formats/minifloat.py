@@ -53,16 +53,28 @@ class Minifloat(NumberFormat):
         from diffquant.recipe.numbers.absmax import computing_dtype
 
         ratio = x.to(computing_dtype(x)) / scale
-        lowest = 2 - (1 << (self._exponent - 1))
-        binades = 1 << self._exponent
-        # Number of binades between a magnitude's and the lowest one, to which subnormal numbers belong.
-        above = (torch.frexp(ratio).exponent - 1 - lowest).clamp_(0, binades).masked_fill_(ratio == 0, 0)
-        per_step = [2.0 ** (self._mantissa - lowest - n) for n in range(binades + 1)]
-        steps = torch.tensor(per_step, dtype=ratio.dtype, device=ratio.device)[above]
+        above, levels_per_unit = self._binades(ratio)
         # A binade has one code per mantissa; rounding up from its last code gives the first code of the next binade.
-        code = ratio.mul(steps).round_()
+        code = ratio.mul_(levels_per_unit).round_()
         code += (above << self._mantissa).to(code.dtype).copysign(code)
         return code.clamp_(-self._top, self._top).to(torch.int8)
+
+    def round_to_absmax_levels_(self, ratio: "Tensor") -> "Tensor":
+        _, levels_per_unit = self._binades(ratio)
+        return ratio.mul_(levels_per_unit).round_().div_(levels_per_unit).clamp_(-self.largest, self.largest)
+
+    def _binades(self, ratio: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Return each number's binade, from the lowest one, to which subnormal numbers belong, and its levels per unit.
+
+        Args:
+            ratio: [...] float32 or float64.
+        """
+        import torch
+
+        integer, bits, bias = (torch.int64, 52, 1023) if ratio.dtype == torch.float64 else (torch.int32, 23, 127)
+        lowest = 2 - (1 << (self._exponent - 1))
+        above = ((ratio.abs().view(integer) >> bits) - (bias + lowest)).clamp_(0, 1 << self._exponent)
+        return above, ((bias + self._mantissa - lowest - above) << bits).view(ratio.dtype)
 
     @property
     def packed_dtype(self) -> "torch.dtype":

@@ -103,7 +103,7 @@ class FourOverSix(Nvfp4):
 
         six = super().compute_scale(x, dim, dtype)
         four = self.scale_for_largest(x.abs().amax(dim, keepdim=True).to(six.dtype) * (self.largest / 4))
-        errors = [(self.decode(self.encode(x, s), s) - x).square().sum(dim, keepdim=True) for s in (six, four)]
+        errors = [(self.simulate(x, s) - x).square().sum(dim, keepdim=True) for s in (six, four)]
         return torch.where(errors[1] < errors[0], four, six)
 
 
