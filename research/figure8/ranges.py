@@ -39,12 +39,15 @@ class Trajectory:
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self._file = folder / RANGES
         self._tokenizer = tokenizer
+        self._windows: list[Tensor] = []
 
     @torch.inference_mode()
     def record(self, step: int, model: DiffTransformer) -> None:
         """Read the windows of books that are scored and keep what their logits range over."""
-        readings = prose_readings(model, self._tokenizer, data.books_text(), scoring.BOOKS)
-        line = {"step": step, "layers": ranges(model, [reading.ids[:, :-1] for reading in readings])}
+        if not self._windows:
+            readings = prose_readings(model, self._tokenizer, data.books_text(), scoring.BOOKS)
+            self._windows = [reading.ids[:, :-1] for reading in readings]
+        line = {"step": step, "layers": ranges(model, self._windows)}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

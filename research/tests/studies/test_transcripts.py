@@ -20,20 +20,15 @@ def recorded(tmp_path, monkeypatch):
     return tmp_path / "transcripts.json"
 
 
-def test_what_commands_print_is_recorded(recorded, tmp_path):
-    transcripts.main(tiny_lm.write_diff_v2(tmp_path / "v2"))
-    found = json.loads(recorded.read_text())
-    inspected, quantized = found["transcripts"]
-    assert (inspected["command"], quantized["command"]) == (INSPECT, QUANTIZE)
-    assert inspected["output"][0].startswith("v2: DIFF V2")
-    assert quantized["output"][0].startswith("low: ")
-    assert {"commit", "date"} <= found["environment"].keys()
-
-
-def test_some_commands_are_recorded_again_and_the_others_stay(recorded, tmp_path, monkeypatch):
+def test_what_commands_print_is_recorded_and_some_are_recorded_again(recorded, tmp_path, monkeypatch):
     model = tiny_lm.write_diff_v2(tmp_path / "v2")
     transcripts.main(model)
     first = json.loads(recorded.read_text())
+    inspected, quantized = first["transcripts"]
+    assert (inspected["command"], quantized["command"]) == (INSPECT, QUANTIZE)
+    assert inspected["output"][0].startswith("v2: DIFF V2")
+    assert quantized["output"][0].startswith("low: ")
+    assert {"commit", "date"} <= first["environment"].keys()
     marked = first["environment"] | {"commit": "earlier"}
     recorded.write_text(json.dumps(first | {"environment": marked}))
     monkeypatch.setattr(transcripts, "COMMANDS", (INSPECT, f"{QUANTIZE}  # 1 s"))
@@ -42,8 +37,7 @@ def test_some_commands_are_recorded_again_and_the_others_stay(recorded, tmp_path
     inspected, quantized = again["transcripts"]
     assert again["environment"]["commit"] == first["environment"]["commit"]
     assert "environment" not in inspected
-    kept = first["transcripts"][1]
-    assert quantized == kept | {"environment": marked, "command": f"{QUANTIZE}  # 1 s"}
+    assert quantized == first["transcripts"][1] | {"environment": marked, "command": f"{QUANTIZE}  # 1 s"}
 
 
 def test_a_command_that_fails_records_nothing(recorded, tmp_path):
