@@ -43,6 +43,9 @@ def test_every_16_bit_number_is_cast_as_ml_dtypes_and_torch_cast_it(name):
         read = number_format.levels_of(number_format.encode(values, one), torch.float32)
         agrees("ml_dtypes", f"{name}: casts of 16-bit numbers", read, oracle)
         assert torch.equal(number_format.round_to_absmax_levels_(values.clone()), oracle.to(values.dtype))
+    # All levels are bfloat16 numbers.
+    narrow = x[x.bfloat16() == x].bfloat16()
+    assert torch.equal(number_format.round_to_absmax_levels_(narrow.clone()).float(), oracle[x.bfloat16() == x])
     if torchs is not None:
         agrees("torch", f"{name}: casts of 16-bit numbers", read, within.to(torchs).float())
 

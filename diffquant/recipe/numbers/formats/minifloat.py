@@ -60,8 +60,12 @@ class Minifloat(NumberFormat):
         return code.clamp_(-self._top, self._top).to(torch.int8)
 
     def round_to_absmax_levels_(self, ratio: "Tensor") -> "Tensor":
-        _, levels_per_unit = self._binades(ratio)
-        return ratio.mul_(levels_per_unit).round_().div_(levels_per_unit).clamp_(-self.largest, self.largest)
+        from diffquant.recipe.numbers.absmax import computing_dtype
+
+        wide = ratio.to(computing_dtype(ratio))
+        _, levels_per_unit = self._binades(wide)
+        levels = wide.mul_(levels_per_unit).round_().div_(levels_per_unit)
+        return ratio.copy_(levels.clamp_(-self.largest, self.largest))
 
     def _binades(self, ratio: "Tensor") -> "tuple[Tensor, Tensor]":
         """Return each number's binade, from the lowest one, to which subnormal numbers belong, and its levels per unit.
